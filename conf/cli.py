@@ -1,0 +1,119 @@
+"""The one wrapper of every entry point: Hydra, validation, and a user's mistake told in one message.
+
+    @entry("train")
+    def main(cfg: Config) -> float | None:
+        ...
+
+The decorated function takes no arguments: it reads the command line, composes and validates the configuration
+and calls the original with it. A mistake in the configuration, the data or the files ends the process with a
+message that names the key and with exit code 2; set HYDRA_FULL_ERROR=1 to see the stack trace instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from conf import CONF_DIR, PRIMARY
+from conf.explain import MISTAKES, check_arguments, explain
+from conf.schema import Config
+from conf.validate import resolve
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+USER_MISTAKE = 2
+INTERRUPTED = 130
+
+log = logging.getLogger(__name__)
+
+
+def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
+    """Make ``run(cfg)`` the entry point of the verb ``job`` (the name of its log and of its saved configuration)."""
+
+    def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
+        @functools.wraps(run)
+        def main() -> None:
+            plainly = nullcontext if os.environ.get(FULL_ERROR) == "1" else told_plainly
+
+            def task(composed: DictConfig) -> Any:
+                with plainly():  # here too: an exception that passes through Hydra adds lines of its own
+                    return run(prepare(composed, job))
+
+            task.__module__ = job  # Hydra names the job after the module; under ``python -m`` that is __main__
+            with plainly(), exceptions_from_hydra():
+                sys.argv[1:] = checked_arguments(sys.argv[1:])
+                hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=PRIMARY)(task)()
+
+        return main
+
+    return decorate
+
+
+def prepare(composed: DictConfig, job: str) -> Config:
+    """The checked configuration of this job, saved beside its log."""
+    cfg, notes = resolve(composed, job, list(HydraConfig.get().overrides.task))
+    if process_rank():
+        logging.getLogger().setLevel(logging.WARNING)  # every process writes to the same log: one tells the story
+        return cfg
+    for note in notes:
+        log.warning(note)
+    save_resolved(cfg, job)
+    return cfg
+
+
+def checked_arguments(arguments: Sequence[str]) -> list[str]:
+    """The command line, with ``--multirun`` in front (Hydra's parser can't find it between overrides)."""
+    check_arguments([argument for argument in arguments if not argument.startswith("-")])
+    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Turn a user's mistake into its message and exit code 2, unless the user asked for the stack trace."""
+    try:
+        yield
+    except MISTAKES as mistake:
+        where = f"[rank {process_rank()}] " if "RANK" in os.environ else ""
+        print(f"{where}error: {explain(mistake)}", file=sys.stderr)
+        sys.exit(USER_MISTAKE)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def exceptions_from_hydra() -> Iterator[None]:
+    """Make Hydra raise what it finds instead of printing it its own way and leaving with exit code 1."""
+    before = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(FULL_ERROR)
+        if before is not None:
+            os.environ[FULL_ERROR] = before
+
+
+def process_rank() -> int:
+    """This process's rank as the launcher tells it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def save_resolved(cfg: Config, job: str) -> None:
+    """Keep the configuration of the verb's last call beside its log: ``outputs/<name>/<job>.yaml``."""
+    if process_rank() or cfg.output_dir is None:
+        return
+    folder = Path(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{job}.yaml.tmp"
+    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
+    temporary.replace(folder / f"{job}.yaml")

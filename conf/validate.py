@@ -1,0 +1,252 @@
+"""The last check before any work: values that no schema type can refuse, and keys that contradict each other.
+
+:func:`resolve` is what entry points use. Everything that fails here raises :class:`EyasError` naming the key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from conf import CONF_DIR
+from conf.explain import unknown
+from conf.options import check_drafter, check_strategy
+from conf.schema import Config
+from models.errors import EyasError
+
+PACKAGED = "eyas:"  # data files shipped with the package: eyas:quickstart/train.jsonl
+PACKAGED_DIR = CONF_DIR.parent / "data"
+RESERVED_NAMES = ("features", "sweeps")  # folders of outputs/ that are not runs
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "features": ("store", "online"),
+    "target.dtype": ("float32", "bfloat16", "float16"),
+    "data.supervise": ("assistant", "last", "all"),
+    "store.dtype": ("bfloat16", "float32"),
+    "optim.name": ("adamw", "muon"),
+    "optim.schedule": ("cosine", "wsd", "constant"),
+    "train.loss": ("ce", "kl", "lk", "tv", "expected_length"),
+    "train.depth_weights": ("decay", "dpace"),
+    "train.precision": ("fp32", "bf16"),
+    "export.dtype": ("bfloat16", "float16", "float32"),
+    "tracker.wandb": ("offline", "online", "disabled"),
+    "export.dtype": ("bfloat16", "float16", "float32"),
+}
+
+AT_LEAST: dict[str, int] = {
+    "threads": 0,
+    "data.max_length": 3,  # fewer tokens than the first draft needs
+    "data.max_documents": 1,
+    "data.workers": 0,
+    "store.shard_mib": 1,
+    "store.batch_tokens": 1,
+    "train.steps": 1,
+    "train.bin_tokens": 1,
+    "train.bins_per_step": 1,
+    "train.depths": 1,
+    "train.chunk": 1,
+    "train.log_every": 1,
+    "train.eval_every": 0,
+    "train.save_every": 0,
+    "train.keep_last": 1,
+    "verify.max_prompts": 1,
+    "verify.max_new_tokens": 1,
+    "verify.gamma": 1,
+    "verify.top_k": 0,
+}
+
+Range = tuple[str, Callable[[float], bool]]
+ABOVE_ZERO: Range = ("above 0", lambda x: x > 0)
+NOT_NEGATIVE: Range = ("0 or more", lambda x: x >= 0)
+SHARE: Range = ("between 0 and 1", lambda x: 0 <= x <= 1)
+RANGES: dict[str, Range] = {
+    "data.valid_fraction": ("0 or more and below 1", lambda x: 0 <= x < 1),
+    "optim.lr": ABOVE_ZERO,
+    "optim.muon_lr": ABOVE_ZERO,
+    "optim.weight_decay": NOT_NEGATIVE,
+    "optim.warmup": NOT_NEGATIVE,
+    "optim.min_lr": SHARE,
+    "optim.decay": SHARE,
+    "optim.max_grad_norm": ABOVE_ZERO,
+    "train.epochs": ABOVE_ZERO,
+    "train.decay": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "verify.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+}
+
+# A key typed by the user that another key makes void: (key, the other key is in force, what to do)
+Conflict = tuple[str, Callable[[Config], bool], str]
+CONFLICTS: tuple[Conflict, ...] = (
+    ("train.epochs", lambda c: c.train.steps is not None, "train.steps is set too; give one (train.steps=null)"),
+    (
+        "data.valid_fraction",
+        lambda c: c.data.valid_path is not None,
+        "data.valid_path is set too; give one (data.valid_path=null)",
+    ),
+)
+UNUSED: tuple[Conflict, ...] = (
+    ("optim.muon_lr", lambda c: c.optim.name != "muon", "optim.name is not muon"),
+    ("optim.decay", lambda c: c.optim.schedule != "wsd", "optim.schedule is not wsd"),
+    ("optim.min_lr", lambda c: c.optim.schedule == "constant", "optim.schedule is constant"),
+    ("train.decay", lambda c: c.train.depth_weights != "decay", "train.depth_weights is not decay"),
+    ("store.dir", lambda c: c.features == "online", "features is online"),
+    ("verify.top_k", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)"),
+    ("verify.top_p", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)"),
+)
+
+
+def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """The composed configuration as a checked :class:`Config`, and notes on what the user may not have meant.
+
+    ``job`` is the verb (it decides which keys are required); ``overrides`` what was typed on the command line.
+    Packaged data paths are resolved; everything else stays as written.
+    """
+    check_keys(composed)
+    composed = composed.copy()
+    missing = OmegaConf.missing_keys(composed)
+    for key in sorted(missing & {"data.path"}):
+        OmegaConf.update(composed, key, None)
+        missing.remove(key)
+    if missing:
+        raise EyasError(f"{min(missing)}: required, and this recipe leaves it open; give {min(missing)}=VALUE")
+    cfg = OmegaConf.to_object(composed)
+    assert isinstance(cfg, Config)
+    require_data(cfg, job)
+    validate(cfg, overrides)
+    cfg.data.path = packaged("data.path", cfg.data.path)
+    cfg.data.valid_path = packaged("data.valid_path", cfg.data.valid_path)
+    cfg.verify.prompts = packaged("verify.prompts", cfg.verify.prompts)
+    return cfg, notes(cfg, overrides)
+
+
+def check_keys(composed: DictConfig, prefix: str = "") -> None:
+    """Refuse keys that ``+key=value`` or a recipe put beside those of the schema."""
+    schema = OmegaConf.get_type(composed)
+    assert is_dataclass(schema)
+    known = [item.name for item in fields(schema)]
+    for key, node in composed.items_ex(resolve=False):
+        if key not in known:
+            raise EyasError(unknown(f"{prefix}{key}", known))
+        if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):
+            check_keys(node, f"{prefix}{key}.")
+
+
+def require_data(cfg: Config, job: str) -> None:
+    """train and data read conversations; eval does unless it is given prompts; the others never do."""
+    needed = job in ("train", "data") or (job == "eval" and cfg.verify.prompts is None and cfg.data.valid_path is None)
+    if needed and cfg.data.path is None:
+        other = ", or verify.prompts=FILE" if job == "eval" else ""
+        raise EyasError(
+            "data.path: this recipe brings no data; give data.path=FILE (ShareGPT or messages, JSON or JSONL), "
+            f"a folder of them, or a `datasets` name{other}"
+        )
+
+
+def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
+    """Raise EyasError for the first impossible value or combination."""
+    for key, allowed in CHOICES.items():
+        if value(cfg, key) not in allowed:
+            refuse(cfg, key, f"must be one of {', '.join(allowed)}")
+    for key, least in AT_LEAST.items():
+        if value(cfg, key) is not None and value(cfg, key) < least:
+            refuse(cfg, key, f"must be at least {least}")
+    for key, (words, holds) in RANGES.items():
+        if not math.isfinite(value(cfg, key)) or not holds(value(cfg, key)):
+            refuse(cfg, key, f"must be {words}")
+    check_name(cfg)
+    check_lists(cfg)
+    check_schedule(cfg)
+    check_strategy(cfg.strategy)
+    check_drafter(cfg.drafter)
+    typed = typed_keys(overrides)
+    for key, in_force, reason in CONFLICTS:
+        if key in typed and in_force(cfg):
+            refuse(cfg, key, reason)
+
+
+def check_name(cfg: Config) -> None:
+    """The name is a folder below outputs/."""
+    parts = Path(cfg.name).parts
+    if not parts or ".." in parts or Path(cfg.name).is_absolute():
+        refuse(cfg, "name", "must be a folder name below outputs/")
+    if parts[0] in RESERVED_NAMES:
+        refuse(cfg, "name", f"{parts[0]} is a folder that Eyas itself uses; choose another name")
+
+
+def check_lists(cfg: Config) -> None:
+    """Lists whose length or order matters, and paths, which may be one or several."""
+    taps = cfg.target.taps
+    if taps is not None and (not taps or min(taps) < 0 or sorted(set(taps)) != list(taps)):
+        refuse(cfg, "target.taps", "must be ascending, distinct boundary ids (0 = the embedding's output)")
+    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
+        refuse(cfg, "optim.betas", "must be two numbers, each 0 or more and below 1")
+    if not cfg.verify.temperatures or not all(0 <= t < math.inf for t in cfg.verify.temperatures):
+        refuse(cfg, "verify.temperatures", "must be a list of temperatures, each 0 (greedy) or more")
+    for key in ("data.path", "data.valid_path"):
+        given = value(cfg, key)
+        paths = given if isinstance(given, list) else [given]
+        if given is not None and not (paths and all(isinstance(p, str) and p for p in paths)):
+            refuse(cfg, key, "must be a path, a `datasets` name, or a list of them")
+
+
+def check_schedule(cfg: Config) -> None:
+    """Warm-up (and WSD's decay) must fit into the run."""
+    optim, steps = cfg.optim, cfg.train.steps
+    if optim.warmup >= 1 and steps is None:
+        return  # in steps, of a run whose length only the data tells
+    warmup = optim.warmup / steps if optim.warmup >= 1 and steps else optim.warmup
+    if warmup >= 1:
+        refuse(cfg, "optim.warmup", f"as long as the whole run (train.steps={steps})")
+    if optim.schedule == "wsd" and warmup + optim.decay > 1:
+        refuse(cfg, "optim.decay", f"does not fit behind optim.warmup={optim.warmup}: together more than the run")
+
+
+def notes(cfg: Config, overrides: Sequence[str]) -> list[str]:
+    """What is allowed but probably not meant; entry points log these."""
+    typed = typed_keys(overrides)
+    found = [f"{key} has no effect: {why}" for key, unused, why in UNUSED if key in typed and unused(cfg)]
+    if "data.path" in typed and "data.valid_path" not in typed and cfg.data.valid_path is not None:
+        found.append(
+            f"data.valid_path={cfg.data.valid_path} comes from the recipe, not from your data.path; "
+            "data.valid_path=null holds out a part of your own data instead"
+        )
+    if cfg.verify.gamma > cfg.train.depths:
+        found.append(
+            f"verify.gamma={cfg.verify.gamma} drafts deeper than train.depths={cfg.train.depths}: "
+            "the depths beyond are never trained"
+        )
+    return found
+
+
+def packaged(key: str, path: Any) -> Any:
+    """``eyas:quickstart/train.jsonl`` -> that file inside the installed package; lists item by item."""
+    if isinstance(path, list):
+        return [packaged(key, item) for item in path]
+    if not isinstance(path, str) or not path.startswith(PACKAGED):
+        return path
+    name = path.removeprefix(PACKAGED)
+    shipped = sorted(p.relative_to(PACKAGED_DIR).as_posix() for p in PACKAGED_DIR.rglob("*.jsonl"))
+    if name not in shipped:
+        raise EyasError(f"{key}={path}: no such packaged file; there are {', '.join(PACKAGED + s for s in shipped)}")
+    return str(PACKAGED_DIR / name)
+
+
+def typed_keys(overrides: Sequence[str]) -> set[str]:
+    """The keys named on the command line (``+key=``, ``~key`` and ``++key=`` included)."""
+    return {override.partition("=")[0].lstrip("+~") for override in overrides}
+
+
+def value(cfg: Config, key: str) -> Any:
+    node: Any = cfg
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def refuse(cfg: Config, key: str, reason: str) -> None:
+    raise EyasError(f"{key}={value(cfg, key)}: {reason}")

@@ -1,0 +1,99 @@
+"""The target's frozen tensors that a drafter reads: embedding table and output head.
+
+They live outside the trained module: never parameters, never buffers, never in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.batch import Batch
+from models.vocab import DraftVocab
+
+
+@dataclass
+class Teacher:
+    """The target's exact distribution over the draft vocabulary, for any position of a batch.
+
+    weight [Vd, H] (and bias [Vd]) are the head rows of the draft vocabulary; final [T, H]; lse [T] float32 the
+    log-sum-exp over the *full* vocabulary, so ``exp(logits - lse)`` are full-vocabulary probabilities;
+    top1 [T] the target's argmax as a draft id, or -1 where it lies outside the draft vocabulary.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    final: Tensor
+    lse: Tensor
+    top1: Tensor
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def log_probs(self, positions: Tensor) -> Tensor:
+        """log p(v) of the draft tokens at these positions, [n, Vd] float32 (sums to <= 1 after exp)."""
+        logits = F.linear(self.final[positions].to(self.weight.dtype), self.weight, self.bias).float()
+        return cap_logits(logits, self.scale, self.softcap) - self.lse[positions, None]
+
+
+def cap_logits(logits: Tensor, scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    """Logit scale (Granite, Cohere) and tanh soft cap (Gemma-2) of the target's output."""
+    logits = logits * scale if scale != 1.0 else logits
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+@dataclass
+class FrozenTarget:
+    """embedding [V, H], head [V, H] (the same tensor when tied), head_bias [V] or None.
+
+    ``config`` is the target's text config as a plain dict (rope, dimensions, eos ids); scale and softcap
+    describe its logits. ``final_norm`` [H] and ``last_layer`` (state dict of the last decoder layer, names
+    relative to it) are what a drafter may be initialised from.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    config: dict[str, Any]
+    head_bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    final_norm: Tensor | None = None
+    last_layer: dict[str, Tensor] = field(default_factory=dict)
+    _rows: dict[int, tuple[Tensor, Tensor | None, Tensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.head.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.head.shape[0])
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embedding)
+
+    def teacher(self, batch: Batch, vocab: DraftVocab) -> Teacher:
+        """The teacher of a batch, restricted to the rows of the draft vocabulary (rows gathered once)."""
+        if id(vocab) not in self._rows:
+            ids = vocab.ids.to(self.head.device)
+            to_draft = torch.full((self.vocab_size,), -1, dtype=torch.int64, device=ids.device)
+            to_draft[ids] = torch.arange(len(vocab), device=ids.device)
+            bias = None if self.head_bias is None else self.head_bias[ids]
+            self._rows = {id(vocab): (self.head if vocab.is_full else self.head[ids], bias, to_draft)}
+        weight, bias, to_draft = self._rows[id(vocab)]
+        top1 = to_draft[batch.top1]
+        return Teacher(weight, bias, batch.final, batch.lse, top1, self.scale, self.softcap)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> FrozenTarget:
+        def move(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t.to(device, dtype)
+
+        embedding = self.embedding.to(device, dtype)
+        head = embedding if self.head is self.embedding else self.head.to(device, dtype)
+        layer = {k: v.to(device, dtype) for k, v in self.last_layer.items()}
+        return FrozenTarget(
+            embedding, head, self.config, move(self.head_bias), self.scale, self.softcap, move(self.final_norm), layer
+        )

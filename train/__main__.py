@@ -1,0 +1,15 @@
+"""``python -m train conf=RECIPE [key=value ...]``: conversations to exported drafter; the same command continues."""
+
+from conf.cli import entry
+from conf.schema import Config
+
+
+@entry("train")
+def main(cfg: Config) -> float | None:
+    from train.stages import walk  # brings torch: --help and mistakes in the configuration need not wait for it
+
+    return walk(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Checkpoints that are either whole or not there, and the rules of going on from one.
+
+    checkpoints/step_00000123/   model.safetensors, drafter.json   the drafter (models/checkpoint.py)
+                                 optimizer.pt                      its optimizer state, loaded with weights_only
+                                 state.json                        position, best so far, and a digest of each file
+    best.json                    which checkpoint has the best simulated tau
+
+A checkpoint is written to a hidden name, fsynced and renamed; the one before it is removed only afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from models.checkpoint import fill, read_weights, save_drafter
+from models.drafter import Drafter
+from models.errors import EyasError
+
+OPTIMIZER = "optimizer.pt"
+STATE = "state.json"
+BEST = "best.json"
+TEMPORARY = ".tmp-"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainState:
+    """Where a run stands after ``step`` optimizer steps; everything else is a function of step and config.
+
+    window: sums since the last logged row; best: {step, tau, chain} of the best validation; content: digests
+    of what the run was fed (data, target, vocabulary), which a resumed run must match.
+    """
+
+    step: int = 0
+    total_steps: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    window: list[float] = field(default_factory=list)
+    best: dict[str, Any] | None = None
+    content: dict[str, str] = field(default_factory=dict)
+
+
+class CheckpointDir:
+    """The checkpoints of one run directory. Writing methods are for the main process only."""
+
+    def __init__(self, run_dir: Path, keep_last: int = 2) -> None:
+        self.run_dir = run_dir
+        self.root = run_dir / "checkpoints"
+        self.keep_last = max(1, keep_last)
+
+    def folder(self, step: int) -> Path:
+        return self.root / f"step_{step:08d}"
+
+    def clean(self) -> None:
+        """Remove what a killed process left half written or half deleted."""
+        for leftover in [*self.root.glob(f"{TEMPORARY}*"), *self.run_dir.glob(f"{TEMPORARY}*")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def save(self, state: TrainState, drafter: Drafter, optimizer: Optimizer) -> Path:
+        """Write the checkpoint of ``state.step``; keeps one that is already there and whole."""
+        final = self.folder(state.step)
+        if final.exists() and is_whole(final):
+            return final
+        work = self.root / f"{TEMPORARY}{final.name}-{os.getpid()}"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        save_drafter(drafter, work)
+        torch.save(optimizer.state_dict(), work / OPTIMIZER)
+        files = {path.name: _file_digest(path) for path in sorted(work.iterdir())}
+        (work / STATE).write_text(json.dumps({**asdict(state), "files": files}, indent=1) + "\n", encoding="utf-8")
+        for path in [*work.iterdir(), work]:
+            _fsync(path)
+        if final.exists():  # broken: out of the way, now that its replacement is complete
+            _remove(final)
+        work.rename(final)
+        _fsync(self.root)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint; broken ones are named in a warning and passed over."""
+        for folder in self._steps():
+            if is_whole(folder):
+                return folder
+            log.warning("%s is incomplete or damaged: falling back to the checkpoint before it", folder)
+        return None
+
+    def read_state(self, folder: Path) -> TrainState:
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        content.pop("files")
+        return TrainState(**content)
+
+    def restore(self, folder: Path, drafter: Drafter, optimizer: Optimizer) -> TrainState:
+        """Fill drafter and optimizer from a whole checkpoint and return its state."""
+        vocab, weights = read_weights(folder, drafter.vocab.size)
+        if not torch.equal(vocab.ids, drafter.vocab.ids.cpu()):
+            raise EyasError(f"{folder}: was trained with another draft vocabulary; give the new run another name=")
+        fill(drafter, weights, folder)
+        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+        return self.read_state(folder)
+
+    def mark_best(self, best: dict[str, Any] | None) -> None:
+        """Record the best checkpoint in best.json."""
+        if best is not None:
+            name = str(self.folder(best["step"]).relative_to(self.run_dir))
+            write_text(self.run_dir / BEST, json.dumps({"checkpoint": name, **best}, indent=1) + "\n")
+
+    def prune(self, best: dict[str, Any] | None) -> None:
+        """Keep the newest ``keep_last`` checkpoints and the best one."""
+        spare = None if best is None else self.folder(best["step"])
+        for folder in self._steps()[self.keep_last :]:
+            if folder != spare:
+                _remove(folder)
+
+    def _steps(self) -> list[Path]:
+        return sorted((p for p in self.root.glob("step_*") if p.is_dir()), reverse=True)
+
+
+def best_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint of a run to evaluate and export: its best, or its newest where nothing was validated."""
+    try:
+        best = run_dir / json.loads((run_dir / BEST).read_text(encoding="utf-8"))["checkpoint"]
+    except (OSError, ValueError, KeyError):
+        return CheckpointDir(run_dir).latest()
+    return best if is_whole(best) else CheckpointDir(run_dir).latest()
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether every file of a checkpoint is there with the size and digest its state.json lists."""
+    try:
+        files = json.loads((folder / STATE).read_text(encoding="utf-8"))["files"]
+        return all(_file_digest(folder / name) == digest for name, digest in files.items())
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's content in one move."""
+    work = path.with_name(f"{TEMPORARY}{path.name}")
+    work.write_text(text, encoding="utf-8")
+    _fsync(work)
+    work.replace(path)
+
+
+def digest(parts: Iterable[Any]) -> str:
+    """A short digest of a sequence of JSON-able values."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(json.dumps(part, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+    return state.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder so that no half of it can ever be taken for a checkpoint."""
+    doomed = folder.with_name(f"{TEMPORARY}{folder.name}-old")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,80 @@
+"""The configuration a run was begun with (config.yaml), and what may differ when it goes on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.schema import Config
+from models.errors import EyasError
+from train.checkpoint import write_text
+
+CONFIG = "config.yaml"
+
+# Keys, or sections, that change no weight: where things lie, how they are shown, how the work is cut up.
+# Those of target and data are proven by content instead: the digests of a checkpoint's state.
+HARMLESS = (
+    "name", "output_dir", "device", "threads", "features", "drafter_path", "strategy", "tracker", "verify",
+    "target.path", "target.revision", "target.chat_template", "target.template_kwargs", "target.trust_remote_code",
+    "target.taps", "target.dtype", "data", "store",
+    "train.log_every", "train.eval_every", "train.save_every", "train.keep_last", "train.chunk",
+)  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+def settle_config(cfg: Config, run_dir: Path, *, begun: bool, write: bool) -> None:
+    """Store the configuration of a new run; compare that of one that has ``begun`` (has a checkpoint).
+
+    Differences are shown. Raises EyasError where one would change the result. Only with ``write`` (the main
+    process) is anything written.
+    """
+    path = run_dir / CONFIG
+    now = asdict(cfg)
+    if not begun or not path.exists():
+        if write:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            write_text(path, yaml.safe_dump(_plain(now), sort_keys=False))
+        return
+    changes = differences(yaml.safe_load(path.read_text(encoding="utf-8")), _plain(now))
+    fatal = [line for key, line in changes.items() if not _harmless(key)]
+    if fatal:
+        raise EyasError(
+            f"{path}: this run was begun with another configuration, and going on with a new one would give weights "
+            "that neither describes:\n  " + "\n  ".join(fatal) + "\nUndo the change, or train under another name="
+        )
+    for line in changes.values() if write else ():
+        log.warning("differs from %s: %s", path, line)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
+    """Changed keys with a line "key: old -> new"; keys that ``old`` does not know yet are left out."""
+    before, after = _flat(old), _flat(new)
+    return {
+        key: f"{key}: {before[key]} -> {after.get(key, 'gone')}"
+        for key in before
+        if before[key] != after.get(key, "gone")
+    } | {key: f"{key}: not set -> {value}" for key, value in after.items() if key not in before and "." in key and (
+        key.rpartition(".")[0] in ("drafter", "strategy", "target.template_kwargs"))}
+
+
+def _harmless(key: str) -> bool:
+    return any(key == known or key.startswith(f"{known}.") for known in HARMLESS)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """Only what YAML gives back unchanged: dicts, lists and scalars."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,146 @@
+"""Optimizers and the learning rate, which is a pure function of the step (so there is no scheduler to save)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from conf.schema import OptimConfig
+from models.drafter import Drafter
+from models.errors import EyasError
+
+SCHEDULES = ("cosine", "wsd", "constant")
+
+
+def lr_factor(step: int, total: int, optim: OptimConfig) -> float:
+    """The share of the peak learning rate that optimizer step ``step`` (0-based, of ``total``) uses.
+
+    Linear warm-up to 1 at its last step, then the schedule, which reaches ``min_lr`` at the last step of all.
+    """
+    if optim.schedule not in SCHEDULES:
+        raise EyasError(f"optim.schedule={optim.schedule}: must be one of {', '.join(SCHEDULES)}")
+    done = step + 1
+    warm = min(total, int(optim.warmup) if optim.warmup >= 1 else round(optim.warmup * total))
+    if done <= warm:
+        return done / warm
+    if optim.schedule == "constant":
+        return 1.0
+    if optim.schedule == "cosine":
+        wave = 0.5 * (1 + math.cos(math.pi * (done - warm) / (total - warm)))
+        return optim.min_lr + (1 - optim.min_lr) * wave
+    decay = min(total - warm, max(1, round(optim.decay * total)))
+    return 1.0 - (1 - optim.min_lr) * max(0, done - (total - decay)) / decay
+
+
+def set_lr(optimizer: Optimizer, factor: float) -> float:
+    """Give every group its peak learning rate times ``factor``; returns that of the first group."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * factor
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def build_optimizer(drafter: Drafter, optim: OptimConfig) -> Optimizer:
+    """The optimizer of a drafter's trainable parameters.
+
+    Weight decay falls on matrices only. With ``optim.name=muon`` the inner matrices are Muon's; vectors and
+    every matrix with a row or column per (draft) vocabulary token, whose rows are no linear map to
+    orthogonalise, stay with AdamW.
+    """
+    if optim.name not in ("adamw", "muon"):
+        raise EyasError(f"optim.name={optim.name}: must be adamw or muon")
+    vocab_sizes = {len(drafter.vocab), drafter.vocab.size}
+    matrices: list[Tensor] = []
+    tables: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for parameter in drafter.parameters():
+        if parameter.requires_grad:
+            is_table = parameter.ndim == 2 and bool(vocab_sizes & set(parameter.shape))
+            kind = vectors if parameter.ndim < 2 else tables if is_table or parameter.ndim > 2 else matrices
+            kind.append(parameter)
+    adam = {"lr": optim.lr, "peak_lr": optim.lr}
+    groups: list[dict[str, Any]] = [
+        {"params": tables, "weight_decay": optim.weight_decay, **adam},
+        {"params": vectors, "weight_decay": 0.0, **adam},
+    ]
+    betas = (float(optim.betas[0]), float(optim.betas[1]))
+    if optim.name == "adamw":
+        groups[0]["params"] = matrices + tables
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=betas, fused=True)
+    muon = {"params": matrices, "weight_decay": optim.weight_decay, "muon": True}
+    groups.append({**muon, "lr": optim.muon_lr, "peak_lr": optim.muon_lr})
+    return Muon([g for g in groups if g["params"]], lr=optim.lr, betas=betas)
+
+
+class Muon(Optimizer):
+    """Muon for the groups marked ``muon``, AdamW for the others, all in the parameters' own precision.
+
+    Muon (Jordan et al. 2024): Nesterov momentum, orthogonalised by five Newton-Schulz iterations. The update
+    is scaled by 0.2 sqrt(max(rows, columns)), which gives it about the root mean square of an AdamW update
+    (Liu et al. 2025, "Muon is scalable for LLM training"). torch.optim.Muon iterates in bfloat16 always;
+    here float32 parameters get float32 iterations.
+    """
+
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, {**defaults, "muon": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            update = self._muon if group["muon"] else self._adamw
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    update(parameter, parameter.grad, group)
+        return loss
+
+    def _muon(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        momentum = state["momentum"].lerp_(grad, 1 - group["momentum"])
+        direction = orthogonalise(grad.lerp(momentum, group["momentum"]))
+        parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+    def _adamw(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+        state["step"] += 1
+        first, second = group["betas"]
+        state["exp_avg"].lerp_(grad, 1 - first)
+        state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
+        scale = math.sqrt(1 - second ** state["step"])
+        denominator = state["exp_avg_sq"].sqrt().div_(scale).add_(group["eps"])
+        parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - first ** state["step"]))
+
+
+def orthogonalise(matrix: Tensor, iterations: int = 5) -> Tensor:
+    """A matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (about 0.7 .. 1.2).
+
+    Newton-Schulz with Muon's quintic coefficients; zero stays zero.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if matrix.shape[0] > matrix.shape[1] else x

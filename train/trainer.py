@@ -1,0 +1,367 @@
+"""The training loop of every method: nothing here knows which drafter it trains, or on how many processes.
+
+Optimizer step s is a pure function of the weights, s and the configuration: its documents come from the plan
+(data/order.py), its learning rate from train/optim.py, its random numbers from (seed, s). So continuing from a
+checkpoint repeats exactly what an unbroken run would have done.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from conf.schema import Config
+from data.order import StepPlan, plan_epoch
+from data.source import FeatureSource
+from models.drafter import Drafter, TrainSpec
+from models.errors import EyasError
+from models.frozen import FrozenTarget
+from models.objective import Objective
+from models.simulate import simulated_tau
+from train.checkpoint import CheckpointDir, TrainState
+from train.metrics import Totals, sum_over_processes
+from train.optim import build_optimizer, lr_factor, set_lr
+from train.strategy import micro_step
+from train.tracking import Tracker, progress
+
+VALIDATIONS = 8  # a run, where train.eval_every leaves it open
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A finished run: the checkpoint to evaluate and export, its validation and the number of steps."""
+
+    checkpoint: Path
+    best: dict[str, Any] | None
+    steps: int
+
+
+class Trainer:
+    """Trains ``drafter`` on ``train`` until the plan is done, continuing from the newest checkpoint if there is one.
+
+    ``content`` are digests of what the run is fed (features, target, vocabulary): a checkpoint made from other
+    content is refused. ``frozen`` must be on the accelerator's device.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        accelerator: Accelerator,
+        drafter: Drafter,
+        frozen: FrozenTarget,
+        *,
+        train: FeatureSource,
+        valid: FeatureSource | None,
+        content: Mapping[str, str],
+    ) -> None:
+        self.cfg, self.run_dir, self.accelerator, self.frozen = cfg, run_dir, accelerator, frozen
+        self.train_source, self.valid_source = train, valid
+        t = cfg.train
+        self.spec = TrainSpec(Objective(t.loss, t.depth_weights, t.decay, t.chunk), t.depths)
+        # Documents without a slot have no gradient, and a step of nothing else would have no denominator.
+        self.documents = [d for d, slots in enumerate(train.slots) if slots]
+        if not self.documents:
+            raise EyasError("data.path: no document has two supervised tokens in a row after its first token")
+        self.plan = StepPlan(
+            [train.lengths[d] for d in self.documents],
+            seed=cfg.seed,
+            bin_tokens=t.bin_tokens,
+            bins_per_step=t.bins_per_step,
+            epochs=None if t.steps else t.epochs,
+            steps=t.steps,
+        )
+        self.total = self.plan.total_steps
+        self.eval_every = t.eval_every or math.ceil(self.total / VALIDATIONS)
+        self.save_every = t.save_every or self.eval_every
+        self.drafter = drafter.to(accelerator.device)
+        self.drafter.train()
+        self.model, self.optimizer = accelerator.prepare(self.drafter, build_optimizer(self.drafter, cfg.optim))
+        self.checkpoints = CheckpointDir(run_dir, t.keep_last)
+        self.state = TrainState(total_steps=self.total, content=dict(content))
+        self.window = Totals(t.depths, accelerator.device)
+        self.clock = Clock()
+
+    # --- the run, from start to end ---
+
+    def fit(self) -> Fitted:
+        """Train to the last step. Raises EyasError when the loss stops being finite."""
+        self._resume()
+        self._show_plan()
+        if self.state.step == self.total:
+            log.info("this run is finished: %d of %d steps done", self.state.step, self.total)
+            return self._fitted()
+        self.clock.start(self.state.step, self.state.tokens)
+        with self._tracking() as (tracker, bar):
+            for step in range(self.state.step, self.total):
+                self._train_step(step)
+                bar.update()
+                if self._due(self.cfg.train.log_every):
+                    self._log_train(tracker, bar)
+                improved = False
+                if self.valid_source is not None and self._due(self.eval_every):
+                    with self.clock.paused():
+                        improved = self._validate(tracker)
+                if improved or self._due(self.save_every):
+                    with self.clock.paused():
+                        self._save(tracker)
+        return self._fitted()
+
+    def _train_step(self, step: int) -> None:
+        """One optimizer step: this process's bins, gradients over the valid slots of all processes' bins."""
+        accelerator, world = self.accelerator, self.accelerator.num_processes
+        bins = [[self.documents[d] for d in members] for members in self.plan.bins(step)]
+        mine = bins[accelerator.process_index :: world]
+        # Processes average their gradients; the sum over all slots is wanted, divided by their number. A process
+        # without a bin joins in with another's bin at weight zero.
+        weight = world / sum(self.train_source.slots[d] for docs in bins for d in docs) if mine else 0.0
+        micro_steps = mine or bins[:1]
+        torch.manual_seed(self.cfg.seed * 1_000_003 + step * world + accelerator.process_index)
+        set_lr(self.optimizer, lr_factor(step, self.total, self.cfg.optim))
+        for i, docs in enumerate(micro_steps):
+            batch = self.train_source.batch(docs).to(accelerator.device)
+            with micro_step(accelerator, self.model, last=i + 1 == len(micro_steps)):
+                score = self.model(batch, self.frozen, self.spec)
+                accelerator.backward(score.loss_sum * weight)
+            if mine:
+                self.window.add(score)
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), self.cfg.optim.max_grad_norm)
+        if accelerator.is_main_process:
+            self.window.add_step(norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.state.step = step + 1
+        self.state.tokens += sum(self.train_source.lengths[d] for docs in bins for d in docs)
+        self.state.supervised += sum(self.train_source.supervised[d] for docs in bins for d in docs)
+
+    @torch.no_grad()
+    def _validate(self, tracker: Tracker | None) -> bool:
+        """Score the held-out documents; whether the simulated greedy tau is the best so far."""
+        assert self.valid_source is not None
+        totals, walks = self._score_held_out(self.valid_source)
+        row = totals.averages()
+        (accepted_t0, passes_t0), (accepted_t1, passes_t1) = walks
+        row |= {"tau_t0": 1 + accepted_t0 / max(passes_t0, 1e-9), "tau_t1": 1 + accepted_t1 / max(passes_t1, 1e-9)}
+        self._require_finite(row["loss"], "the validation loss")
+        best = self.state.best
+        improved = best is None or best["chain"] != self.chain or row["tau_t0"] > best["tau_t0"]
+        if improved:
+            self.state.best = {"step": self.state.step, "chain": self.chain} | {n: row[n] for n in ("tau_t0", "tau_t1")}
+        if tracker is not None:
+            tracker.log(self.state.step, "valid", row)
+        log.info(
+            "step %d: held out: loss %.4f, simulated tau (chain of %d) %.3f at T=0, %.3f at T=1%s; accuracy %s",
+            self.state.step,
+            row["loss"],
+            self.chain,
+            row["tau_t0"],
+            row["tau_t1"],
+            ", the best so far" if improved else "",
+            rates(row["accuracy"]),
+        )
+        return improved
+
+    def _score_held_out(self, source: FeatureSource) -> tuple[Totals, list[list[float]]]:
+        """Sums over the held-out documents, and (accepted, passes) of the simulated walks at T=0 and T=1."""
+        accelerator = self.accelerator
+        totals = Totals(self.spec.depths, accelerator.device)
+        walks = torch.zeros(2, 2, dtype=torch.float64)
+        documents = [d for d, slots in enumerate(source.slots) if slots]
+        bins = plan_epoch(
+            [source.lengths[d] for d in documents], seed=0, epoch=0, bin_tokens=self.cfg.train.bin_tokens
+        )
+        self.drafter.eval()
+        for members in bins[accelerator.process_index :: accelerator.num_processes]:
+            batch = source.batch([documents[d] for d in members]).to(accelerator.device)
+            score = self.drafter(batch, self.frozen, replace(self.spec, per_slot=True))
+            totals.add(score)
+            assert score.match_slots is not None and score.alpha_slots is not None
+            index, valid = score.slots.index, score.slots.valid[: self.chain]
+            for walk, accept in zip(walks, (score.match_slots, score.alpha_slots), strict=True):
+                walk += torch.tensor(simulated_tau(accept[: self.chain], index, valid), dtype=torch.float64)
+        self.drafter.train()
+        totals.reduce(accelerator)
+        totals.sums = sum_over_processes(accelerator, totals.sums)  # every process decides on the same numbers
+        return totals, sum_over_processes(accelerator, walks.to(accelerator.device)).tolist()
+
+    # --- what is written ---
+
+    def _log_train(self, tracker: Tracker | None, bar: tqdm) -> None:
+        """Average since the last row."""
+        row = self._window_averages()
+        tokens_per_s = self.clock.rate(self.state.tokens)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        row |= {"lr": lr, "epoch": self.plan.epoch(self.state.step), "tokens": self.state.tokens}
+        if tracker is not None:
+            tracker.log(self.state.step, "train", row | {"tokens_per_s": tokens_per_s})
+            bar.set_postfix_str(f"loss {row['loss']:.3f} tau~{row['tau_mean_field']:.2f} {tokens_per_s:,.0f} tok/s")
+        log.log(
+            logging.INFO if bar.disable else logging.DEBUG,  # a terminal has the bar
+            "step %d/%d: loss %.4f, tau~%.3f, accuracy %s, grad norm %.3f, lr %.2e, %.0f tokens/s, %s left",
+            self.state.step,
+            self.total,
+            row["loss"],
+            row["tau_mean_field"],
+            rates(row["accuracy"]),
+            row["grad_norm"],
+            lr,
+            tokens_per_s,
+            tqdm.format_interval(self.clock.left(self.state.step, self.total)),
+        )
+        self.window.clear()
+
+    def _window_averages(self) -> dict[str, Any]:
+        self.window.reduce(self.accelerator)
+        row = self.window.averages()
+        if self.accelerator.is_main_process:
+            self._require_finite(row["loss"] + row.get("grad_norm", 0.0), "the training loss or its gradient")
+        return row
+
+    def _require_finite(self, value: float, what: str) -> None:
+        if not math.isfinite(value):
+            newest = self.checkpoints.latest()
+            raise EyasError(
+                f"step {self.state.step}: {what} is not finite. Lower optim.lr (now {self.cfg.optim.lr:g}), lengthen "
+                f"optim.warmup or use train.precision=fp32, under another name; the last checkpoint is {newest or 'none'}"
+            )
+
+    def _save(self, tracker: Tracker | None) -> None:
+        """Save this step, then record the best and drop what is no longer kept."""
+        if self.state.step:
+            self._window_averages()  # refuses to save what is not finite
+        if self.accelerator.is_main_process:
+            assert tracker is not None
+            tracker.sync()
+            self.state.window = self.window.state()
+            folder = self.checkpoints.save(self.state, self.drafter, self.optimizer.optimizer)
+            self.checkpoints.mark_best(self.state.best)
+            self.checkpoints.prune(self.state.best)
+            log.debug("saved %s", folder)
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> None:
+        """Continue from the newest whole checkpoint, if any."""
+        main = self.accelerator.is_main_process
+        if main:
+            self.checkpoints.clean()
+        self.accelerator.wait_for_everyone()
+        newest = self.checkpoints.latest()
+        if newest is None:
+            return
+        found = self.checkpoints.read_state(newest)
+        changed = [k for k, v in self.state.content.items() if found.content.get(k) != v]
+        if changed or found.total_steps != self.total:
+            what = ", ".join(changed) or f"number of steps ({found.total_steps}, now {self.total})"
+            raise EyasError(
+                f"{newest}: was trained with another {what}. Restore it, or train under another name= "
+                f"(train.init_from={newest} starts from these weights)"
+            )
+        self.state = self.checkpoints.restore(newest, self.drafter, self.optimizer.optimizer)
+        if main:
+            self.window.load(self.state.window)
+            self.checkpoints.mark_best(self.state.best)
+
+    @contextmanager
+    def _tracking(self) -> Iterator[tuple[Tracker | None, tqdm]]:
+        """The tracker (on the main process) and the progress bar, closed whatever happens."""
+        main = self.accelerator.is_main_process
+        tracker = None
+        if main:
+            tracker = Tracker(self.run_dir, self.cfg.tracker, step=self.state.step, config=asdict(self.cfg))
+        bar = progress(self.total, self.state.step, enabled=main)
+        try:
+            with logging_redirect_tqdm():
+                yield tracker, bar
+        finally:
+            bar.close()
+            if tracker is not None:
+                tracker.close()
+
+    def _fitted(self) -> Fitted:
+        best = self.state.best
+        step = best["step"] if best is not None else self.state.step
+        return Fitted(self.checkpoints.folder(step), best, self.state.step)
+
+    # --- small questions ---
+
+    @property
+    def chain(self) -> int:
+        """Chain length of the simulated tau: what the verifier will draft, as far as depths are trained."""
+        return min(self.cfg.verify.gamma, self.spec.depths)
+
+    def _due(self, every: int) -> bool:
+        return self.state.step % every == 0 or self.state.step == self.total
+
+    def _show_plan(self) -> None:
+        source, kept = self.train_source, self.documents
+        tokens = sum(source.lengths[d] for d in kept)
+        supervised = sum(source.supervised[d] for d in kept)
+        left_out = len(source.lengths) - len(kept)
+        held_out = len(self.valid_source.lengths) if self.valid_source is not None else 0
+        rows = {
+            "documents": f"{len(kept):,} ({left_out:,} without a slot to learn from left out); {held_out:,} held out",
+            "tokens": f"{tokens:,}, of which {supervised:,} supervised ({supervised / tokens:.0%})",
+            "optimizer steps": f"{self.total:,} ({self.plan.epoch(self.total):.2f} epochs)",
+            "tokens per step": f"up to {self.cfg.train.bin_tokens * self.cfg.train.bins_per_step:,} "
+            f"in {self.cfg.train.bins_per_step} bins",
+            "processes": f"{self.accelerator.num_processes} on {self.accelerator.device.type}, {self.cfg.train.precision}",
+            "trainable, drafter": f"{self.drafter.trainable_parameters():,} parameters",
+            "trainable, target": f"{trainable(self.frozen):,} parameters",
+            "draft vocabulary": f"{len(self.drafter.vocab):,} of {self.drafter.vocab.size:,} tokens",
+            "validation, saving": f"every {self.eval_every:,} and {self.save_every:,} steps",
+            "starts at step": f"{self.state.step:,}" + (" (resumed)" if self.state.step else ""),
+        }
+        width = max(map(len, rows))
+        log.info("plan\n%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
+
+
+class Clock:
+    """How fast a run goes: of training alone, and with everything in it."""
+
+    def __init__(self) -> None:
+        self.start(0, 0)
+
+    def start(self, step: int, tokens: int) -> None:
+        self._began = self._since = time.perf_counter()
+        self._first_step, self._tokens = step, tokens
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens meanwhile out of :meth:`rate`."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - before
+
+    def rate(self, tokens: int) -> float:
+        """Tokens per second since the last call."""
+        now = time.perf_counter()
+        rate = (tokens - self._tokens) / max(now - self._since, 1e-9)
+        self._since, self._tokens = now, tokens
+        return rate
+
+    def left(self, step: int, total: int) -> float:
+        """Seconds to the last step at the average pace since the start, validation and saving included."""
+        return (total - step) * (time.perf_counter() - self._began) / max(1, step - self._first_step)
+
+
+def trainable(frozen: FrozenTarget) -> int:
+    """Trainable numbers among a frozen target's tensors: always 0, and shown to be."""
+    tensors = [frozen.embedding, frozen.head, frozen.head_bias, frozen.final_norm, *frozen.last_layer.values()]
+    return sum(t.numel() for t in tensors if t is not None and t.requires_grad)
+
+
+def rates(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)
