@@ -17,12 +17,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from conf import CONF_DIR, PRIMARY
 from conf.explain import MISTAKES, check_arguments, explain
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
-    """Make ``run(cfg)`` the entry point of the verb ``job`` (the name of its log and of its saved configuration)."""
+    """Make ``run(cfg)`` the entry point of the verb ``job`` (also the name of its log)."""
 
     def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
         @functools.wraps(run)
@@ -59,14 +58,13 @@ def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
 
 
 def prepare(composed: DictConfig, job: str) -> Config:
-    """The checked configuration of this job, saved beside its log."""
+    """The checked configuration of this job; what it leaves doubtful goes to the log."""
     cfg, notes = resolve(composed, job, list(HydraConfig.get().overrides.task))
     if process_rank():
         logging.getLogger().setLevel(logging.WARNING)  # every process writes to the same log: one tells the story
         return cfg
     for note in notes:
         log.warning(note)
-    save_resolved(cfg, job)
     return cfg
 
 
@@ -106,14 +104,3 @@ def exceptions_from_hydra() -> Iterator[None]:
 def process_rank() -> int:
     """This process's rank as the launcher tells it; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
-
-
-def save_resolved(cfg: Config, job: str) -> None:
-    """Keep the configuration of the verb's last call beside its log: ``outputs/<name>/<job>.yaml``."""
-    if process_rank() or cfg.output_dir is None:
-        return
-    folder = Path(cfg.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{job}.yaml.tmp"
-    temporary.write_text(OmegaConf.to_yaml(OmegaConf.structured(cfg)), encoding="utf-8")
-    temporary.replace(folder / f"{job}.yaml")

@@ -89,11 +89,10 @@ def several(key: str, value: str) -> str:
 
 
 def every_key(node: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, sections included."""
+    """Every dotted key of the schema."""
     hints = get_type_hints(node)
-    keys = []
+    keys: list[str] = []
     for item in fields(node):
-        keys.append(prefix + item.name)
-        if is_dataclass(hints[item.name]):
-            keys += every_key(hints[item.name], f"{prefix}{item.name}.")
+        kind = hints[item.name]
+        keys += every_key(kind, f"{prefix}{item.name}.") if is_dataclass(kind) else [prefix + item.name]
     return keys

@@ -101,12 +101,6 @@ class ExportConfig:
 
 
 @dataclass
-class ExportConfig:
-    dir: str | None = None  # null: export/ in the run directory
-    dtype: str = "bfloat16"  # bfloat16 | float16 | float32
-
-
-@dataclass
 class Config:
     name: str = MISSING  # the run directory is outputs/<name>; defaults to the recipe
     output_dir: str | None = None  # outputs/<name>, or the sweep's folder
@@ -124,5 +118,4 @@ class Config:
     strategy: dict[str, Any] = field(default_factory=dict)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

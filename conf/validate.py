@@ -129,7 +129,8 @@ def check_keys(composed: DictConfig, prefix: str = "") -> None:
     schema = OmegaConf.get_type(composed)
     assert is_dataclass(schema)
     known = [item.name for item in fields(schema)]
-    for key, node in composed.items_ex(resolve=False):
+    for name, node in composed.items_ex(resolve=False):
+        key = str(name)
         if key not in known:
             raise EyasError(unknown(f"{prefix}{key}", known))
         if isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node)):

@@ -199,7 +199,9 @@ class _Cursor:
             except (ValueError, RecursionError) as error:
                 if not self._unfinished(error):
                     where = self._before + getattr(error, "pos", self.pos)
-                    raise EyasError(f"{self._file}: not valid JSON at character {where}: {getattr(error, 'msg', error)}") from None
+                    raise EyasError(
+                        f"{self._file}: not valid JSON at character {where}: {getattr(error, 'msg', error)}"
+                    ) from None
                 if not self._more():
                     raise EOFError from None
                 continue

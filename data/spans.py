@@ -31,12 +31,14 @@ class Span(NamedTuple):
     """The supervised characters of an answer: ``start`` (its first) to ``end`` (past its end-of-turn token).
 
     turn: index of the message. floor: where the generation prompt ends; no supervised token may begin before it.
+    tagged: false if the template has generation tags and they leave this answer out.
     """
 
     turn: int
     floor: int
     start: int
     end: int
+    tagged: bool = True
 
 
 class Located(NamedTuple):
@@ -73,7 +75,7 @@ class Skeleton:
                 shift += len(content) - (end - begin)
             return position + shift
 
-        return tuple(Span(s.turn, moved(s.floor), moved(s.start), moved(s.end)) for s in self.spans)
+        return tuple(s._replace(floor=moved(s.floor), start=moved(s.start), end=moved(s.end)) for s in self.spans)
 
 
 class Locator:
@@ -152,8 +154,8 @@ class Locator:
                     raise
                 continue
             # Generation tags, where a template has them, say which answers its author means to be trained on.
-            if not blocks or any(begin <= stop and span.start < end for begin, end in blocks):
-                spans.append(span)
+            tagged = not blocks or any(begin < stop and span.start < end for begin, end in blocks)
+            spans.append(span._replace(tagged=tagged))
         return Located(full, tuple(spans))
 
     def _answer(self, turns: Turns, i: int, full: str) -> tuple[Span, int]:
@@ -170,7 +172,7 @@ class Locator:
 
     def _end_of(self, full: str, stop: int) -> int:
         """Past the end-of-turn token that follows the answer's last character at ``stop``."""
-        if full.startswith(self.end_of_turn, stop):
+        if self.end_of_turn and full.startswith(self.end_of_turn, stop):
             return stop + len(self.end_of_turn)
         # A template may close an answer by the next role's header: supervised if that ends a generation.
         match = self._end.match(full, stop)

@@ -153,9 +153,9 @@ class ChatTemplate:
             return
         while wanted:
             text, spans = self.locator.locate(turns[: max(wanted) + 1])
-            yield Located(text, tuple(span for span in spans if span.turn in wanted))
-            # The last answer of a render is always placed, or the row was rejected; tags may still leave it out.
-            wanted -= {max(wanted), *(span.turn for span in spans)}
+            yield Located(text, tuple(span for span in spans if span.turn in wanted and span.tagged))
+            # Ends: the last answer of a render is always among the spans, or the row was rejected.
+            wanted -= {span.turn for span in spans}
 
     def _examples(
         self, conversation: Conversation, pairs: Sequence[tuple[Located, Encoding]], max_length: int
@@ -216,7 +216,7 @@ class ChatTemplate:
 
     def _prove_turns(self, turns: Turns) -> None:
         text, spans = self.locator.locate(turns)
-        if not spans:
+        if not any(span.tagged for span in spans):
             raise RowRejected("answer_not_located", "its generation tags leave every answer out")
         encoding = self._backend.encode(text, add_special_tokens=False)
         if "strftime_now" not in self.source:
@@ -227,9 +227,6 @@ class ChatTemplate:
             if first == stop:
                 raise RowRejected("answer_not_located", "its first token merges with the generation prompt")
             self._compare_decoded(text, ids, encoding.offsets[first:stop], "target.chat_template")
-            covered = text[encoding.offsets[first][0] : encoding.offsets[stop - 1][1]].strip()
-            if covered != text[span.start : span.end].strip():
-                raise RowRejected("answer_not_located", f"no tokens cover just {text[span.start : span.end]!r}")
             prompt, bare = (self.locator.render(turns[: span.turn], prompt=p).text for p in (True, False))
             header = text[span.floor : span.start]
             if prompt == bare and header.strip():
@@ -239,6 +236,9 @@ class ChatTemplate:
                 raise RowRejected(
                     "answer_not_located", "the generation prompt's end merges with the answer's first token"
                 )
+            covered = text[encoding.offsets[first][0] : encoding.offsets[stop - 1][1]].strip()
+            if covered != text[span.start : span.end].strip():
+                raise RowRejected("answer_not_located", f"no tokens cover just {text[span.start : span.end]!r}")
 
     def _compare_official(self, turns: Turns, text: str, encoding: Encoding) -> None:
         """The text and ids must be those of the tokenizer's own ``apply_chat_template``."""

@@ -4,8 +4,8 @@ Both rules are lossless: the tokens they emit follow exactly the target's proces
 drafter. Pure functions of probabilities and random numbers; they know neither models nor caches.
 
 Rejection sampling over a tree (SpecInfer, arXiv:2305.09781, algorithm 2; for a chain Leviathan et al.,
-arXiv:2211.17192): at each node the children are tried in turn. Child ``x`` drawn from ``q`` is accepted with probability
-``min(1, p(x) / q(x))``; when it is rejected, ``p`` becomes ``norm(max(p - q, 0))`` for the next child. When no child
+arXiv:2211.17192): at each node the children are tried in turn. Child ``x`` drawn from ``q`` is accepted with
+probability ``min(1, p(x) / q(x))``; when it is rejected, ``p`` becomes ``norm(max(p - q, 0))`` for the next child. When no child
 is left the pass ends with a token drawn from what ``p`` has become.
 """
 

@@ -87,6 +87,13 @@ class Eagle3Config:
         )
 
 
+class RMSNorm(nn.RMSNorm):
+    """Computes in its weight's dtype, so that the residual stream stays float32 under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Projections of the draft layer; its input is twice the hidden size wide."""
 
@@ -119,9 +126,9 @@ class MidLayer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps)  # of the embedding
-        self.hidden_norm = nn.RMSNorm(hidden, eps)  # of the feature
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.input_layernorm = RMSNorm(hidden, eps)  # of the embedding
+        self.hidden_norm = RMSNorm(hidden, eps)  # of the feature
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
 
@@ -144,12 +151,12 @@ class Eagle3Drafter(Drafter):
         hidden, taps = config.hidden_size, len(config.tap_ids)
         self.fc = nn.Linear(taps * hidden, hidden, bias=False)
         self.midlayer = MidLayer(config)
-        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, len(vocab), bias=False)
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(taps * hidden, config.rms_norm_eps)
+            self.input_norm = RMSNorm(taps * hidden, config.rms_norm_eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(hidden, config.rms_norm_eps) for _ in range(taps))
+            self.fc_norm = nn.ModuleList(RMSNorm(hidden, config.rms_norm_eps) for _ in range(taps))
         self.rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=hidden,
@@ -252,7 +259,7 @@ class Eagle3Drafter(Drafter):
             parts = taps.split(self.config.hidden_size, -1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         out: Tensor = self.fc(taps)
-        return out
+        return out.to(self.dtype)
 
     def rope(self, heads: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self.rotary(heads, positions[None])

@@ -32,8 +32,9 @@ def resolve(
 ) -> str:
     """The local folder of a target: ``path`` itself if it is a folder, else a converted wheel or a hub snapshot.
 
-    ``cache_dir`` holds converted wheels and tiny random targets; default $EYAS_CACHE or ~/.cache/eyas. Hub snapshots stay in the hub's own
-    cache, and are found there without a network. Raises EyasError if the path leads nowhere.
+    ``cache_dir`` holds converted wheels (pypi:PACKAGE) and tiny random targets (tiny:FAMILY); default $EYAS_CACHE or
+    ~/.cache/eyas. Hub snapshots stay in the hub's own cache, and are found there without a network. Raises EyasError
+    if the path leads nowhere.
     """
     if path.startswith(PREFIX):
         return str(_converted_wheel(path.removeprefix(PREFIX), cache_dir or _default_cache()))

@@ -139,7 +139,10 @@ def test_empty_files_are_named(tmp_path: Path) -> None:
     [
         ("id,text\n1,hi\n", "expected a JSON array of conversations or one JSON object a line, found 'id,text"),
         ('[{"conversations": []}]\n[{"conversations": []}]', "found more data after the end of an array"),
-        ('[{"conversations": []}, {"conversations" []}' + " " * 99, "not valid JSON at character 41: Expecting ':' delimiter"),
+        (
+            '[{"conversations": []}, {"conversations" []}' + " " * 99,
+            "not valid JSON at character 41: Expecting ':' delimiter",
+        ),
     ],
 )
 def test_wrong_top_level_says_what_was_found(tmp_path: Path, text: str, says: str) -> None:

@@ -45,8 +45,8 @@ def gguf_name(name: str) -> str:
 def pair_rows(weight: np.ndarray, heads: int) -> np.ndarray:
     """GGUF keeps the two rows of a rotary pair next to each other, HF half a head apart."""
     head_dim = weight.shape[0] // heads
-    rows = [h * head_dim + half * head_dim // 2 + i for h in range(heads) for i in range(head_dim // 2) for half in (0, 1)]
-    return weight[rows]
+    pairs = [(h * head_dim + i, h * head_dim + i + head_dim // 2) for h in range(heads) for i in range(head_dim // 2)]
+    return weight[[row for pair in pairs for row in pair]]
 
 
 def write_gguf(file: Path, model: PreTrainedModel) -> None:
@@ -99,7 +99,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, original: PreTrainedM
     info.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     write_gguf(package / "tiny.gguf", original)
-    digest = base64.urlsafe_b64encode(hashlib.sha256((package / "tiny.gguf").read_bytes()).digest()).rstrip(b"=").decode()
+    sha256 = hashlib.sha256((package / "tiny.gguf").read_bytes()).digest()
+    digest = base64.urlsafe_b64encode(sha256).rstrip(b"=").decode()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-wheel\nVersion: 1.0\nLicense: MIT\n")
     (info / "RECORD").write_text(f"tiny_wheel/__init__.py,,\ntiny_wheel/tiny.gguf,sha256={digest},\n")
     monkeypatch.syspath_prepend(str(site))
@@ -160,6 +161,15 @@ def test_wheels_that_cannot_be_used(wheel: Path, tmp_path: Path) -> None:
     wheel.unlink()
     with pytest.raises(EyasError, match="is missing"):
         resolve("pypi:tiny-wheel", tmp_path)
+
+
+def test_tiny_targets_are_made_once(tmp_path: Path) -> None:
+    folder = resolve("tiny:qwen2", tmp_path)
+    stamp = (Path(folder) / "model.safetensors").stat().st_mtime_ns
+    assert Target.load(folder).config.model_type == "qwen2" and resolve("tiny:qwen2", tmp_path) == folder
+    assert (Path(folder) / "model.safetensors").stat().st_mtime_ns == stamp
+    with pytest.raises(EyasError, match="tiny:nonesuch.*tiny:llama"):
+        resolve("tiny:nonesuch", tmp_path)
 
 
 def test_folders_and_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

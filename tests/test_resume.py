@@ -21,8 +21,8 @@ from train.checkpoint import is_whole
 from train.tracking import METRICS, read_metrics
 
 ROOT = Path(__file__).parents[1]
-STEPS = 23
-# 6 whole epochs of 11 bins and a third of the seventh: 22 steps of 3 bins and one of 1, so that the second of two
+STEPS = 19
+# 6 epochs of 9 bins and one bin of the seventh: 18 steps of 3 bins and one of 1, so that the second of two
 # processes has one bin to the first's two in each step, and none in the last.
 TRAIN = ("train.epochs=6.05", "train.bin_tokens=128", "train.bins_per_step=3", "train.depths=3", "train.log_every=2")
 OPTIONS = ("optim.lr=5e-3", "train.save_every=3", "train.eval_every=6", "device=cpu", "tracker=none", "threads=1")

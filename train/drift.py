@@ -19,6 +19,7 @@ CONFIG = "config.yaml"
 # Those of target and data are proven by content instead: the digests of a checkpoint's state.
 HARMLESS = (
     "name", "output_dir", "device", "threads", "features", "drafter_path", "strategy", "tracker", "verify",
+    "export",
     "target.path", "target.revision", "target.chat_template", "target.template_kwargs", "target.trust_remote_code",
     "target.taps", "target.dtype", "data", "store",
     "train.log_every", "train.eval_every", "train.save_every", "train.keep_last", "train.chunk",

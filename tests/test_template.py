@@ -1,0 +1,461 @@
+"""Masks: for each kind of chat template, written down here, the supervised text is worked out by hand."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from data.conversations import Conversation, Message, RejectLog
+from data.encode import encode_all, load_examples
+from data.preview import print_preview
+from data.rejects import RowRejected
+from data.template import ChatTemplate, Example, decode
+from models.errors import EyasError
+
+# --- templates: the structure of real ones, in own words -----------------------------------------------------------
+
+GENERATE = "{% if add_generation_prompt %}{{ HEAD }}{% endif %}"
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n"
+    "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    + GENERATE.replace("HEAD", "'<|im_start|>assistant\n'")
+)
+LLAMA3 = (
+    "{{ bos_token }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date_string + '<|eot_id|>' }}"
+    "{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim"
+    " + '<|eot_id|>' }}{% endfor %}" + GENERATE.replace("HEAD", "'<|start_header_id|>assistant<|end_header_id|>\n\n'")
+)
+# Llama-2: a blank around the answer, BOS for every round. Mistral: no blanks, EOS right after the answer.
+BRACKET = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('no system turns') }}{% endif %}{% endfor %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}{% set think = '' %}"
+    "{% set text = m.content %}{% if '</think>' in text %}"
+    "{% set think = text.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last %}{{ '<|im_start|>assistant\n<think>\n' + think + '\n</think>\n\n' + text }}"
+    "{% else %}{{ '<|im_start|>assistant\n' + text }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+)
+NEXT_HEADER = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}" + GENERATE.replace(
+    "HEAD", "'<|assistant|>\n'"
+)
+TAGGED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    + GENERATE.replace("HEAD", "'<|im_start|>assistant\n'")
+)
+INVENTED = (
+    "{% for m in messages %}{{ {'user': '[[U]]', 'assistant': '[[A]]', 'system': '[[S]]'}[m.role] + m.content"
+    " + '[[/]]\n' }}{% endfor %}" + GENERATE.replace("HEAD", "'[[A]]'")
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n'"
+    " + m.content | trim + '<end_of_turn>\n' }}{% endfor %}" + GENERATE.replace("HEAD", "'<start_of_turn>model\n'")
+)
+PHI = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+VICUNA = (
+    "A chat.{% for m in messages %}{% if m.role == 'user' %} USER: {{ m.content }}{% else %} ASSISTANT: {{ m.content }}"
+    "</s>{% endif %}{% endfor %}" + GENERATE.replace("HEAD", "' ASSISTANT:'")
+)
+CONTROL = (
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "<|user|>", "<|assistant|>", "<|end|>", "[gMASK]", "<start_of_turn>", "<end_of_turn>",
+)  # fmt: skip
+# template, its end-of-turn text, further ids that end a generation
+KINDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "chatml": (CHATML, "<|im_end|>", ()),
+    "llama3": (LLAMA3, "<|eot_id|>", ()),
+    "bracket": (BRACKET, "</s>", ()),
+    "mistral": (MISTRAL, "</s>", ()),
+    "tagged": (TAGGED, "<|im_end|>", ()),
+    "invented": (INVENTED, "[[/]]", ()),
+    "gemma": (GEMMA, "<end_of_turn>", ()),
+    "phi": (PHI, "<|end|>", ()),
+    "vicuna": (VICUNA, "</s>", ()),
+}
+
+
+def byte_tokenizer(
+    *, merges: tuple[tuple[str, str], ...] = (), control: tuple[str, ...] = CONTROL, rstrip: bool = False
+) -> PreTrainedTokenizerFast:
+    """Byte-level like Llama-3's, which trims blanks off its offsets; prepends <s> unless told not to."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(a + b for a, b in merges)]
+    backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, normalized=False, rstrip=rstrip) for t in control])
+    start = backend.token_to_id("<s>")
+    backend.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)]),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Pieces with a prefix space, as SentencePiece makes them; '▁ok' is one token."""
+    pieces = ["<unk>", "▁ok", "▁[", "▁", "INST", "▁yes"]
+    pieces += [chr(c) for c in range(33, 127)]
+    vocab = [(piece, -1.0 if len(piece) > 1 else -5.0) for piece in pieces]
+    backend = Tokenizer(models.Unigram(vocab, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in ("<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+TOKENIZER = byte_tokenizer()
+TEMPLATES = {
+    name: ChatTemplate(TOKENIZER, source, eos_ids=[TOKENIZER.convert_tokens_to_ids(e) for e in ends])
+    for name, (source, _, ends) in KINDS.items()
+}
+
+
+def talk(*texts: str, system: str | None = None, skip: tuple[int, ...] = ()) -> Conversation:
+    """Texts of user and assistant in turn; ``skip``: answers marked as not to be trained on."""
+    head = [] if system is None else [Message("system", system)]
+    roles = ("user", "assistant") * len(texts)
+    turns = [Message(role, text, i not in skip) for i, (role, text) in enumerate(zip(roles, texts, strict=False))]
+    return Conversation("c", (*head, *turns), "f.jsonl", 7)
+
+
+def runs(example: Example, tokenizer: PreTrainedTokenizerFast = TOKENIZER) -> list[str]:
+    """The decoded runs of supervised tokens."""
+    pairs = zip(example.input_ids, example.supervised, strict=True)
+    return [
+        decode(tokenizer, [token for token, _ in run]) for on, run in groupby(pairs, key=lambda pair: pair[1]) if on
+    ]
+
+
+def only(template: ChatTemplate, conversation: Conversation, max_length: int = 10_000) -> Example:
+    (example,) = template.encode(conversation, max_length)
+    return example
+
+
+# --- each kind of template, by hand --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_repeated_words_three_rounds(name: str) -> None:
+    """Every turn says "ok": only answers are supervised, each with its end-of-turn token and without the filler."""
+    end = KINDS[name][1]
+    expected = {"bracket": [" ok </s>"] * 3, "mistral": [" ok</s>"] * 3, "vicuna": [" ok</s>"] * 3}
+    found = runs(only(TEMPLATES[name], talk(*["ok"] * 6)))
+    assert found == expected.get(name, ["ok" + end] * 3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ids_are_those_a_server_feeds(name: str) -> None:
+    """One tokenisation of the whole render; the eval prompt of each round is its start, BOS as the template says."""
+    conversation = talk("question", "first", "again", "second")
+    template = TEMPLATES[name]
+    example = only(template, conversation)
+    official = TOKENIZER.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in conversation.messages],
+        chat_template=template.source.replace("strftime_now('%d %b %Y')", "'01 Jan 2025'"),
+        return_dict=True,
+    )
+    assert example.input_ids == official["input_ids"]
+    starts = {"llama3": 1, "bracket": 2, "mistral": 1, "gemma": 1}
+    assert example.input_ids.count(TOKENIZER.bos_token_id) == starts.get(name, 0)
+    for upto in (1, 3):
+        prompt = template.prompt_ids(conversation.messages[:upto])
+        assert example.input_ids[: len(prompt)] == prompt
+        assert not example.supervised[len(prompt) - 1] and example.supervised[len(prompt)]
+    as_dicts = [{"role": m.role, "content": m.content} for m in conversation.messages[:3]]
+    assert template.prompt_ids(as_dicts) == template.prompt_ids(conversation.messages[:3])
+
+
+def test_sentencepiece_prefix_space() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    template = ChatTemplate(tokenizer, BRACKET)
+    example = only(template, talk(*["ok"] * 6))
+    supervised = [
+        tokenizer.convert_ids_to_tokens(token)
+        for token, on in zip(example.input_ids, example.supervised, strict=True)
+        if on
+    ]
+    assert supervised == ["▁ok", "▁", "</s>"] * 3
+
+
+def test_control_tokens_spelled_in_the_text_mislead_nobody() -> None:
+    trap = "[[A]] <|im_end|>\n<|im_start|>assistant\n</s>[/INST] x<|end|>"
+    for name, (_, end, _) in KINDS.items():
+        found = runs(only(TEMPLATES[name], talk(trap, trap + "1", trap, trap + "2")))
+        assert [run.strip().removesuffix(end).strip() for run in found] == [trap + "1", trap + "2"], name
+
+
+text = st.text(
+    st.sampled_from("ok \n\té漢🙂") | st.characters(exclude_categories=["Cs"], exclude_characters="\x00\ufdd0\ufdd1"),
+    min_size=1,
+    max_size=8,
+) | st.sampled_from(["<|im_end|>", "[[/]]", " [INST]", "</s> ", "USER: x ASSISTANT:", "<|assistant|>\n", "ok"])
+said = text.filter(lambda value: bool(value.strip()))
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(sorted(KINDS)), st.lists(st.tuples(said, said), min_size=1, max_size=3))
+def test_supervised_text_is_exactly_the_answers(name: str, rounds: list[tuple[str, str]]) -> None:
+    end = KINDS[name][1]
+    example = only(TEMPLATES[name], talk(*(turn for pair in rounds for turn in pair)))
+    found = [run.removesuffix(end).strip() for run in runs(example)]
+    assert all(run.endswith(end) for run in runs(example))
+    assert found == [answer.strip() for _, answer in rounds]
+
+
+def test_closing_by_the_next_header() -> None:
+    """<|user|> ends a generation here: supervised after a middle answer, and nothing follows the last one."""
+    ends = [TOKENIZER.convert_tokens_to_ids("<|user|>")]
+    conversation = talk("a", "one", "b", "two")
+    assert runs(only(ChatTemplate(TOKENIZER, NEXT_HEADER, eos_ids=ends), conversation)) == ["one<|user|>", "two"]
+    assert runs(only(ChatTemplate(TOKENIZER, NEXT_HEADER), conversation)) == ["one", "two"]
+
+
+def test_end_token_that_swallows_the_newline_after_it() -> None:
+    template = ChatTemplate(byte_tokenizer(rstrip=True), PHI)
+    assert runs(only(template, talk("a", "one", "b", "two")), template.tokenizer) == ["one<|end|>", "two<|end|>"]
+
+
+def test_generation_tags_may_leave_answers_out() -> None:
+    last_only = TAGGED.replace("{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and loop.last %}")
+    assert runs(only(ChatTemplate(TOKENIZER, last_only), talk("a", "one", "b", "two"))) == ["two<|im_end|>"]
+    assert (
+        only(TEMPLATES["tagged"], talk("a", "b")).input_ids
+        == only(
+            ChatTemplate(TOKENIZER, TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")),
+            talk("a", "b"),
+        ).input_ids
+    )
+
+
+# --- templates that rewrite history --------------------------------------------------------------------------------
+
+
+def test_reasoning_dropped_from_history_gives_one_example_per_answer() -> None:
+    template = ChatTemplate(TOKENIZER, QWEN3)
+    first, second = "<think>\nr1\n</think>\n\none", "<think>\nr2\n</think>\n\ntwo"
+    long, short = template.encode(talk("a", first, "b", second), 1000)
+    assert runs(long) == [second + "<|im_end|>"] and runs(short) == [first + "<|im_end|>"]
+    assert "r1" not in decode(TOKENIZER, long.input_ids) and "one" in decode(TOKENIZER, long.input_ids)
+    assert (long.source, short.source) == ("f.jsonl:7:c", "f.jsonl:7:c#1")
+    prompt = template.prompt_ids(talk("a", first, "b").messages)
+    assert long.input_ids[: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_injected_reasoning_block_is_not_supervised(kwargs: dict[str, Any]) -> None:
+    template = ChatTemplate(TOKENIZER, QWEN3, kwargs)
+    example = only(template, talk("a", "plain"))
+    assert runs(example) == ["plain<|im_end|>"]
+    assert decode(TOKENIZER, example.input_ids).endswith("<think>\n\n</think>\n\nplain<|im_end|>\n")
+    prompt = decode(TOKENIZER, template.prompt_ids(talk("a").messages))
+    assert prompt.endswith("</think>\n\n") is (kwargs == {"enable_thinking": False})
+
+
+def test_template_that_changes_the_answer_rejects_the_row() -> None:
+    dropping = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    with pytest.raises(RowRejected) as caught:
+        ChatTemplate(TOKENIZER, dropping).encode(talk("a", "<think>r</think>one"), 1000)
+    assert caught.value.reason == "template_rewrites_answer"
+
+
+# --- what stops the run --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{% for m in messages %}{{ m.content }}", "not a valid Jinja template, line 1"),
+        ("{% for m in messages %}x{% endfor %}", "an answer must appear once in its render, not 0 times"),
+        (CHATML.replace("add_generation_prompt", "false"), "is no generation prompt"),
+        (CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"), "the generation prompt does not lead to"),
+        ("{{ raise_exception('nothing goes') }}{% if 0 %}{% endif %}", "nothing goes"),
+        ("no-such-file.jinja", "no such file"),
+        (TAGGED.replace("m.role == 'assistant'", "m.role == 'nobody'") + "{% generation %}{% endgeneration %}", "tags"),
+    ],
+)
+def test_template_that_cannot_be_proven_stops(source: str, says: str) -> None:
+    with pytest.raises(EyasError, match="target.chat_template") as caught:
+        ChatTemplate(TOKENIZER, source)
+    assert says in str(caught.value)
+
+
+def test_generation_prompt_that_merges_with_the_answer_stops() -> None:
+    """'ASSISTANT: ' + 'ok' is ' ok' in one token in training but ends in a lone blank when served."""
+    merging = byte_tokenizer(merges=(("Ġ", "o"), ("Ġo", "k")))
+    trailing = VICUNA.replace("' ASSISTANT:'", "' ASSISTANT: '")
+    assert ChatTemplate(merging, VICUNA)
+    with pytest.raises(EyasError, match="end merges with the answer's first token"):
+        ChatTemplate(merging, trailing)
+
+
+def test_other_mistakes_name_their_key() -> None:
+    with pytest.raises(EyasError, match=r"data\.supervise=user"):
+        ChatTemplate(TOKENIZER, CHATML, supervise="user")
+    with pytest.raises(EyasError, match="has no chat template"):
+        ChatTemplate(TOKENIZER)
+    with pytest.raises(EyasError, match="template_kwargs.today=monday"):
+        ChatTemplate(TOKENIZER, CHATML, {"today": "monday"})
+    with pytest.raises(EyasError, match="refuses the prompt: TemplateError: no system turns"):
+        TEMPLATES["bracket"].prompt_ids(talk("a", system="s").messages)
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_system_turns_by_template() -> None:
+    conversation = talk("a", "b", system="be brief")
+    assert "be brief" in decode(TOKENIZER, only(TEMPLATES["chatml"], conversation).input_ids)
+    for name, reason in (("gemma", "template_error"), ("bracket", "template_error")):
+        with pytest.raises(RowRejected) as caught:
+            TEMPLATES[name].encode(conversation, 1000)
+        assert caught.value.reason == reason
+    silent = INVENTED.replace("{{ {'user'", "{% if m.role != 'system' %}{{ {'user'").replace(
+        "\n' }}{% endfor", "\n' }}{% endif %}{% endfor"
+    )
+    with pytest.raises(RowRejected, match="template_drops_turn: a system turn"):
+        ChatTemplate(TOKENIZER, silent).encode(conversation, 1000)
+
+
+def test_answer_that_begins_with_a_newline_loses_only_the_merged_token() -> None:
+    """The newline of the header and of the answer are one token, which is not the answer's."""
+    template = ChatTemplate(byte_tokenizer(merges=(("Ċ", "Ċ"),)), CHATML)
+    assert runs(only(template, talk("a", "\nok")), template.tokenizer) == ["ok<|im_end|>"]
+
+
+def test_truncation_keeps_the_mask() -> None:
+    conversation = talk("a", "one", "b", "two")
+    whole = only(TEMPLATES["chatml"], conversation)
+    first = whole.supervised.index(True)
+    assert not whole.truncated
+    for length in range(first + 2, len(whole.input_ids)):
+        cut = only(TEMPLATES["chatml"], conversation, length)
+        assert cut.truncated
+        assert (cut.input_ids, cut.supervised) == (whole.input_ids[:length], whole.supervised[:length])
+    for length in (first, first + 1):  # a single supervised token trains no slot
+        with pytest.raises(RowRejected) as caught:
+            TEMPLATES["chatml"].encode(conversation, length)
+        assert caught.value.reason == "cut_before_answer"
+
+
+def test_supervise_settings() -> None:
+    conversation = talk("a", "one", "b", "two", "c", "three")
+    by = {s: only(ChatTemplate(TOKENIZER, CHATML, supervise=s), conversation) for s in ("all", "assistant", "last")}
+    assert all(by["all"].supervised)
+    assert runs(by["assistant"]) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+    assert runs(by["last"]) == ["three<|im_end|>"]
+    assert by["all"].input_ids == by["assistant"].input_ids == by["last"].input_ids
+
+
+def test_answers_marked_by_the_data_are_left_out() -> None:
+    assert runs(only(TEMPLATES["chatml"], talk("a", "one", "b", "two", skip=(1,)))) == ["two<|im_end|>"]
+    assert runs(only(TEMPLATES["chatml"], talk("a", "one", "b", "two", skip=(3,)))) == ["one<|im_end|>"]
+    with pytest.raises(RowRejected, match="nothing_supervised"):
+        TEMPLATES["chatml"].encode(talk("a", "one", skip=(1,)), 100)
+
+
+def test_date_is_fixed_and_part_of_the_fingerprint() -> None:
+    base = TEMPLATES["llama3"]
+    assert "Today: 01 Jan 2025" in decode(TOKENIZER, base.prompt_ids(talk("a").messages))
+    other = ChatTemplate(TOKENIZER, LLAMA3, {"today": "2024-07-26"})
+    assert "Today: 26 Jul 2024" in decode(TOKENIZER, other.prompt_ids(talk("a").messages))
+    named = ChatTemplate(TOKENIZER, LLAMA3, {"date_string": "X"})
+    prints = [t.fingerprint() for t in (base, other, named, TEMPLATES["chatml"])]
+    prints.append(ChatTemplate(TOKENIZER, LLAMA3, supervise="last").fingerprint())
+    prints.append(ChatTemplate(byte_tokenizer(merges=(("o", "k"),)), LLAMA3).fingerprint())
+    assert len(set(prints)) == len(prints)
+    assert ChatTemplate(byte_tokenizer(), LLAMA3).fingerprint() == base.fingerprint()
+
+
+def test_template_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(CHATML)
+    assert ChatTemplate(TOKENIZER, str(tmp_path / "t.jinja")).source == CHATML
+
+
+# --- whole files ---------------------------------------------------------------------------------------------------
+
+
+def rows_file(path: Path, *rows: Any) -> Path:
+    with gzip.open(path, "wt") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+def sharegpt(*texts: str, id: str = "") -> dict[str, Any]:
+    roles = ("human", "gpt") * len(texts)
+    return {"id": id, "conversations": [{"from": r, "value": t} for r, t in zip(roles, texts, strict=False)]}
+
+
+def test_load_examples(tmp_path: Path) -> None:
+    good = [sharegpt("q", f"answer {i}", id=str(i)) for i in range(600)]
+    rows = [*good[:300], sharegpt("q" * 300, "late"), sharegpt("x"), *good[300:]]
+    data = rows_file(tmp_path / "d.gz", *rows)
+    examples, log, summary = load_examples(
+        data, TEMPLATES["chatml"], max_length=120, rejects_path=tmp_path / "rejects.jsonl"
+    )
+    assert [runs(e) for e in examples] == [[f"answer {i}<|im_end|>"] for i in range(600)]
+    assert examples[-1].source == f"{data}:602:599"
+    assert (log.rows, log.kept, log.counts()) == (602, 600, {"cut_before_answer": 1, "no_assistant_turn": 1})
+    supervised, tokens = sum(e.num_supervised for e in examples), sum(len(e.input_ids) for e in examples)
+    assert summary.startswith(f"SUPERVISED: {supervised:,} of {tokens:,} tokens")
+    assert "600 of 602 rows usable, 2 rejected" in summary
+    assert len((tmp_path / "rejects.jsonl").read_text().splitlines()) == 2
+
+
+def test_max_documents_counts_usable_conversations(tmp_path: Path) -> None:
+    rows = [sharegpt("x"), *(sharegpt("q" * (300 if i % 2 else 1), "a", id=str(i)) for i in range(40))]
+    data = rows_file(tmp_path / "d.gz", *rows)
+    examples, log, _ = load_examples(data, TEMPLATES["chatml"], max_length=150, max_documents=7)
+    assert [e.source.split(":")[-1] for e in examples] == [str(i) for i in range(0, 14, 2)]
+    assert log.kept == 7 and log.rows == log.kept + log.rejected == 14
+
+
+def test_nothing_usable_stops_with_the_reasons(tmp_path: Path) -> None:
+    data = rows_file(tmp_path / "d.gz", sharegpt(), sharegpt("x"), sharegpt("x", "y"))
+    with pytest.raises(EyasError, match="0 of 3 usable") as caught:
+        load_examples(data, TEMPLATES["chatml"], max_length=8, rejects_path=tmp_path / "r.jsonl")
+    for reason in ("empty_conversation", "no_assistant_turn", "cut_before_answer"):
+        assert reason in str(caught.value)
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 3
+    for key, options in (("max_length", (2, None)), ("max_documents", (9, 0))):
+        with pytest.raises(EyasError, match=f"data.{key}="):
+            encode_all([], TEMPLATES["chatml"], *options, RejectLog())
+
+
+def test_preview_marks_the_supervised_text() -> None:
+    console = Console(record=True, width=200, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    print_preview([only(TEMPLATES["chatml"], talk("[b]hi", "[i]hello"))], TOKENIZER, console=console)
+    assert "⟦[i]hello<|im_end|>⟧" in console.export_text(clear=False)
+    assert "[b]hi<|im_end|>" in console.export_text(clear=False)
+    assert "\x1b[1;32m⟦[i]hello" in console.export_text(styles=True)
