@@ -16,7 +16,6 @@ from models.errors import EyasError
 
 SHARED_OPTIONS: dict[str, Any] = {"draft_vocab_size": int | None}  # null: the whole vocabulary of the target
 STRATEGY_OPTIONS: dict[str, Any] = {"name": Literal["none", "ddp"], "timeout_minutes": float}
-COUNTS = ("num_", "_size", "_dim")  # options so named count something: at least 1
 
 
 def check_drafter(drafter: Mapping[str, Any]) -> None:
@@ -28,11 +27,9 @@ def check_drafter(drafter: Mapping[str, Any]) -> None:
         )
     from models.checkpoint import drafter_class  # brings torch: only once a configuration is complete
 
-    check_options("drafter", options_of(drafter_class(target)), drafter)
-    for key, given in drafter.items():
-        counts = key.startswith(COUNTS[0]) or key.endswith(COUNTS[1:])
-        if counts and isinstance(given, int) and given < 1:
-            raise EyasError(f"drafter.{key}={given}: must be at least 1")
+    method = drafter_class(target)
+    check_options("drafter", options_of(method), drafter)
+    method.check_options(drafter)
 
 
 def check_strategy(strategy: Mapping[str, Any]) -> None:

@@ -31,7 +31,6 @@ class DataConfig:
     roles: dict[str, str] = field(default_factory=dict)  # extra role aliases, e.g. {Kunde: user}
     supervise: str = "assistant"  # assistant | last (only the last answer) | all
     split: str = "train"  # split of a `datasets` name
-    workers: int = 0  # tokenising processes; 0: in this process
 
 
 @dataclass

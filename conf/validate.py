@@ -43,7 +43,6 @@ AT_LEAST: dict[str, int] = {
     "threads": 0,
     "data.max_length": 3,  # fewer tokens than the first draft needs
     "data.max_documents": 1,
-    "data.workers": 0,
     "store.shard_mib": 1,
     "store.batch_tokens": 1,
     "train.steps": 1,

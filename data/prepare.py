@@ -7,13 +7,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from data.dump import FeatureTarget, dump
 from data.encode import load_examples
@@ -23,7 +24,7 @@ from data.template import ChatTemplate, Example
 from models.errors import EyasError
 from models.load_frozen import config_eos_ids, fingerprint, read_config
 from models.pypi import resolve
-from models.target import check_taps, default_taps, load_tokenizer, special_ids
+from models.target import Target, check_taps, default_taps, load_tokenizer, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,9 +65,11 @@ class TargetFiles:
     def special_ids(self) -> list[int]:
         return special_ids(self.tokenizer, self.eos_ids)
 
-    def key(self, examples: Sequence[Example], *, dtype: str, compute_dtype: str) -> str:
-        """Name of the feature store of these examples."""
-        return store_key(examples, self.fingerprint, self.tap_ids, dtype, compute_dtype=compute_dtype)
+
+def open_target(target: Mapping[str, Any]) -> TargetFiles:
+    """:meth:`TargetFiles.open` of the ``target`` section of the configuration."""
+    keys = ("taps", "revision", "trust_remote_code", "chat_template")
+    return TargetFiles.open(target["path"], **{key: target[key] for key in keys})
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,7 @@ def split_held_out(examples: Sequence[Example], fraction: float) -> Corpus:
     chosen = {(2 * i + 1) * len(conversations) // (2 * count) for i in range(count)}
     valid = [e for i, group in enumerate(conversations) if i in chosen for e in group]
     held = {_content(example) for example in valid}
-    train = [
-        e for i, group in enumerate(conversations) if i not in chosen for e in group if _content(e) not in held
-    ]
+    train = [e for i, group in enumerate(conversations) if i not in chosen for e in group if _content(e) not in held]
     if not train:
         raise EyasError("data.path: nothing is left to train on beside the held-out conversations; give more of them")
     return Corpus(train, valid)
@@ -149,35 +150,81 @@ def token_counts(examples: Sequence[Example], vocab_size: int) -> Tensor:
     return counts
 
 
-def stored_features(
-    examples: Sequence[Example],
-    store_dir: Path,
-    key: str,
-    load_target: Callable[[], FeatureTarget],
-    *,
-    dtype: str,
-    shard_mib: int,
-    batch_tokens: int,
-    provenance: dict[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> FeatureStore:
-    """The feature store ``store_dir/key``; the target is loaded only if (part of) it has still to be dumped."""
-    folder = store_dir / key
-    if FeatureStore.is_complete(folder, key):
-        try:
-            return FeatureStore.open(folder, key=key)
-        except EyasError as damage:
-            log.warning("%s; writing what is damaged again", damage)
-    return dump(
-        load_target(),
-        examples,
-        folder,
-        dtype=dtype,
-        shard_bytes=shard_mib << 20,
-        batch_tokens=batch_tokens,
-        provenance=provenance,
-        progress=progress,
-    )
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is fed: documents under a target's template, and how their features are made and stored.
+
+    ``target`` and ``store`` are those sections of the configuration as plain dicts.
+    """
+
+    files: TargetFiles
+    template: ChatTemplate
+    corpus: Corpus
+    target: Mapping[str, Any]
+    store: Mapping[str, Any]
+
+    @classmethod
+    def gather(
+        cls,
+        files: TargetFiles,
+        *,
+        target: Mapping[str, Any],
+        data: Mapping[str, Any],
+        store: Mapping[str, Any],
+        rejects_dir: Path | None = None,
+    ) -> Inputs:
+        """Read, render and mask the conversations of the ``data`` section (see :func:`read_corpus`)."""
+        kwargs, supervise = target["template_kwargs"], data["supervise"]
+        template = ChatTemplate(files.tokenizer, None, kwargs, supervise, eos_ids=files.eos_ids)
+        keys = ("path", "valid_path", "valid_fraction", "max_length", "max_documents", "roles", "split")
+        corpus = read_corpus(template, **{key: data[key] for key in keys}, rejects_dir=rejects_dir)
+        return cls(files, template, corpus, target, store)
+
+    def key(self, examples: Sequence[Example]) -> str:
+        """Digest of all that determines these documents' features: the name of their store."""
+        dtype, compute = self.store["dtype"], self.target["dtype"]
+        return store_key(examples, self.files.fingerprint, self.files.tap_ids, dtype, compute_dtype=compute)
+
+    def folder(self, examples: Sequence[Example]) -> Path:
+        return Path(self.store["dir"]) / self.key(examples)
+
+    def load_target(self, device: str) -> Target:
+        target = Target.load(
+            str(self.files.folder),
+            dtype=self.target["dtype"],
+            taps=self.files.tap_ids,
+            device=device,
+            trust_remote_code=self.target["trust_remote_code"],
+            chat_template=self.target["chat_template"],
+        )
+        log.info("target %s: %d trainable parameters", self.files.folder, target.trainable_parameters())
+        return target
+
+    def stored(self, examples: Sequence[Example], load_target: Callable[[], FeatureTarget]) -> FeatureStore:
+        """The feature store of these documents; the target is loaded only if (part of) it has still to be dumped."""
+        folder = self.folder(examples)
+        if FeatureStore.is_complete(folder, folder.name):
+            try:
+                return FeatureStore.open(folder, key=folder.name)
+            except EyasError as damage:
+                log.warning("%s", damage)
+        target = load_target()
+        with tqdm(total=0, unit="tok", unit_scale=True, desc="features", disable=None) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            return dump(
+                target,
+                examples,
+                folder,
+                dtype=self.store["dtype"],
+                shard_bytes=self.store["shard_mib"] << 20,
+                batch_tokens=self.store["batch_tokens"],
+                provenance={"target": self.target["path"], "template": self.template.fingerprint()},
+                progress=progress,
+            )
 
 
 def _content(example: Example) -> bytes:

@@ -223,10 +223,6 @@ class ChatTemplate:
             self._compare_official(turns, text, encoding)
         for span in spans:
             first, stop = _tokens_of(span, text, encoding.offsets)
-            ids = encoding.ids[first:stop]
-            if first == stop:
-                raise RowRejected("answer_not_located", "its first token merges with the generation prompt")
-            self._compare_decoded(text, ids, encoding.offsets[first:stop], "target.chat_template")
             prompt, bare = (self.locator.render(turns[: span.turn], prompt=p).text for p in (True, False))
             header = text[span.floor : span.start]
             if prompt == bare and header.strip():
@@ -236,9 +232,11 @@ class ChatTemplate:
                 raise RowRejected(
                     "answer_not_located", "the generation prompt's end merges with the answer's first token"
                 )
-            covered = text[encoding.offsets[first][0] : encoding.offsets[stop - 1][1]].strip()
-            if covered != text[span.start : span.end].strip():
+            offsets = encoding.offsets[first:stop]
+            covered = text[offsets[0][0] : offsets[-1][1]] if offsets else ""
+            if not offsets or covered.strip() != text[span.start : span.end].strip():
                 raise RowRejected("answer_not_located", f"no tokens cover just {text[span.start : span.end]!r}")
+            self._compare_decoded(text, encoding.ids[first:stop], offsets, "target.chat_template")
 
     def _compare_official(self, turns: Turns, text: str, encoding: Encoding) -> None:
         """The text and ids must be those of the tokenizer's own ``apply_chat_template``."""

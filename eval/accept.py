@@ -5,8 +5,8 @@ drafter. Pure functions of probabilities and random numbers; they know neither m
 
 Rejection sampling over a tree (SpecInfer, arXiv:2305.09781, algorithm 2; for a chain Leviathan et al.,
 arXiv:2211.17192): at each node the children are tried in turn. Child ``x`` drawn from ``q`` is accepted with
-probability ``min(1, p(x) / q(x))``; when it is rejected, ``p`` becomes ``norm(max(p - q, 0))`` for the next child. When no child
-is left the pass ends with a token drawn from what ``p`` has become.
+probability ``min(1, p(x) / q(x))``; when it is rejected, ``p`` becomes ``norm(max(p - q, 0))`` for the next child.
+When no child is left the pass ends with a token drawn from what ``p`` has become.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ outside models/ ever names a method.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,6 +65,14 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def create(cls, frozen: FrozenTarget, vocab: DraftVocab, tap_ids: tuple[int, ...], **options: Any) -> Drafter:
         """A fresh drafter for this target, initialised from it as ``options`` say (conf/drafter/*.yaml)."""
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise EyasError for options of :meth:`create` that are impossible or contradict each other, before any
+        work. What is named num_*, *_size or *_dim counts something."""
+        for key, value in options.items():
+            if isinstance(value, int) and value < 1 and (key.startswith("num_") or key.endswith(("_size", "_dim"))):
+                raise EyasError(f"drafter.{key}={value}: must be at least 1")
 
     @abstractmethod
     def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:

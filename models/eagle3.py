@@ -7,6 +7,7 @@ the un-normalised feature. Architecture and tensor names are those that vLLM and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -168,6 +169,12 @@ class Eagle3Drafter(Drafter):
         )
 
     # --- construction ---
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        super().check_options(options)
+        if options.get("fc_norm") and options.get("norm_before_fc"):
+            raise EyasError("drafter.fc_norm and drafter.norm_before_fc exclude each other")
 
     @classmethod
     def create(  # type: ignore[override]

@@ -125,7 +125,7 @@ def eyas_step(shape: Shape) -> Step:
         score = made.drafter(batch, made.frozen, spec)
         loss = score.loss_sum / score.count[0]
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     return Step(run, lambda: {n: p.grad for n, p in made.drafter.named_parameters() if p.grad is not None})
 
@@ -143,7 +143,7 @@ def plain_step(shape: Shape) -> Step:
             weight.grad = None
         loss = reference_step(weights, batch, target, dims, shape.depths, shape.decay).loss
         loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss)
+        return float(loss.detach())
 
     return Step(run, lambda: {name: w.grad for name, w in weights.items() if w.grad is not None})
 

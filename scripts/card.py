@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,15 @@ def acceptance(about: About, folder: Path) -> str:
     if about.report is None:
         command = shlex.join(["python", "-m", "eval", "conf=RECIPE", f"drafter_path={folder}"])
         return f"Not measured at export. Measure it with `{command}`."
-    return (
-        "Measured before the cast by `python -m eval`. A tau means little without its switches, so all are given:\n\n"
-        + table(flat(about.report))
+    runs = about.report.get("runs") or []
+    columns = [dict(flat(run)) for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    return "\n\n".join(
+        [
+            "Measured before the cast by `python -m eval`. A tau means little without its switches, so all are given.",
+            table(flat({key: value for key, value in about.report.items() if key != "runs"})),
+            *([table((name, *(column.get(name, "") for column in columns)) for name in names)] if runs else []),
+        ]
     )
 
 
@@ -122,9 +128,11 @@ def text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def table(rows: Iterator[tuple[str, str]]) -> str:
-    cells = (f"| {key} | {value.replace('|', chr(92) + '|').replace(chr(10), ' ')} |" for key, value in rows)
-    return "\n".join(["| | |", "|---|---|", *cells])
+def table(rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table without headings: the first cell of each row is its name."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
+    width = lines[0].count(" | ") + 1
+    return "\n".join(["|" + " |" * width, "|" + "---|" * width, *lines])
 
 
 def code(command: list[str]) -> str:

@@ -73,7 +73,7 @@ def run_export(cfg: Config) -> Path:
 
     assert cfg.output_dir is not None
     run = Path(cfg.output_dir)
-    source = Path(cfg.drafter_path) if cfg.drafter_path else best_checkpoint(run)
+    source = best_checkpoint(Path(cfg.drafter_path or run)) or (Path(cfg.drafter_path) if cfg.drafter_path else None)
     if source is None:
         raise EyasError(f"{run}: no checkpoint to export; train first, or give drafter_path=FOLDER")
     target = resolve(cfg.target.path, revision=cfg.target.revision, trust_remote_code=cfg.target.trust_remote_code)
@@ -89,22 +89,27 @@ def run_export(cfg: Config) -> Path:
         frozen,
         Path(cfg.export.dir or run / "export"),
         dtype=cfg.export.dtype,
-        report=None if cfg.drafter_path else read_report(run),
+        report=read_report(run, source),
         target_name=cfg.target.path,
         target_path=target if cfg.target.path.startswith("pypi:") else None,
         data=None if cfg.drafter_path else describe(cfg.data.path),
     )
 
 
-def read_report(run: Path) -> dict[str, Any] | None:
-    """The run's own evaluation, if there was one."""
+def read_report(run: Path, source: Path) -> dict[str, Any] | None:
+    """The run's evaluation, if there was one and it measured the drafter in ``source``."""
     path = run / REPORT
     if not path.exists():
         return None
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+        report = dict(json.loads(path.read_text(encoding="utf-8")))
+        measured = Path(report["settings"]["drafter"])
+    except (ValueError, KeyError, TypeError) as error:
         raise EyasError(f"{path}: not a report of python -m eval ({error}); delete it or run the evaluation") from error
+    if measured.resolve() == source.resolve():
+        return report
+    log.warning("%s measured %s, not %s: the model card goes without it", path, measured, source)
+    return None
 
 
 def describe(path: Any) -> str | None:

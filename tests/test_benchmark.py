@@ -6,7 +6,21 @@ import pytest
 import torch
 
 from models.batch import slots_of
-from scripts.benchmark import Shape, answers, benchmark, compare, documents, eyas_step, main, padded, plain_step
+from scripts.benchmark import (
+    Shape,
+    answers,
+    benchmark,
+    compare,
+    documents,
+    eyas_step,
+    main,
+    padded,
+    peak_memory,
+    plain_step,
+    read_peak,
+    reset_peak,
+    summary,
+)
 from scripts.reference_step import ahead, dense_attention
 
 TINY = {
@@ -49,7 +63,7 @@ def test_padding_and_shifting_by_hand() -> None:
 
 
 def test_dense_mask_by_hand() -> None:
-    """Zero queries weigh every visible key alike: token 1 of 2 at depth 1 sees both depth-0 values and its own new one."""
+    """Zero queries weigh all visible keys alike; at depth 1 token 1 sees both depth-0 values and its own new one."""
     zero = torch.zeros(1, 1, 2, 2)
     first, second = torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[0.0, 3.0], [0.0, 6.0]])
     out = dense_attention(zero, [zero, zero], [first.view(1, 1, 2, 2), second.view(1, 1, 2, 2)])
@@ -76,10 +90,37 @@ def test_report() -> None:
     assert report["speed_ratio"] == pytest.approx(rate["eyas"] / rate["reference"])
 
 
-def test_command_measures_memory_in_fresh_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
-    main([*arguments, "--vocab", "20000", "--lengths", "300", "200", "--depths", "2", "--repeats", "1"])
+def test_peak_is_that_of_what_ran_since() -> None:
+    del_me = torch.ones(16, 2**20)  # 64 MiB, gone before
+    del del_me
+    before = reset_peak()
+    torch.ones(8, 2**20)
+    grown = (read_peak() - before) / 2**20
+    assert 30 < grown < 40
+
+
+def test_memory_is_measured_in_a_fresh_process() -> None:
+    """The reference holds logits and probabilities [600, 20000] and [600, 40] at once: 92 MiB and little else."""
+    grown = peak_memory("reference", Shape(**(TINY | {"vocab": 20000}), depths=1, lengths=(300, 200))) / 2**20
+    assert 91 < grown < 140
+
+
+def test_command_prints_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [part for name, value in TINY.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    main([*arguments, "--lengths", "30", "20", "--depths", "2", "--repeats", "1", "--no-memory"])
     printed = capsys.readouterr().out
+    assert "50 tokens in 2 documents (60 padded), 2 depths, 1 thread(s)" in printed
     assert "same step: loss within" in printed
-    ratio = float(printed.rpartition("ratio ")[2])
-    assert 0 < ratio < 0.5  # the reference holds [600, 20000] logits twice, 96 MB
+    report = {
+        "shape": {"lengths": [1], "depths": 1, "threads": 1},
+        "tokens": 1,
+        "padded_tokens": 1,
+        "loss_difference": 0.0,
+        "gradient_difference": 0.0,
+        "tokens_per_second": {"eyas": 300.0, "reference": 100.0},
+        "speed_ratio": 3.0,
+        "peak_bytes": {"eyas": 2**20, "reference": 2**22},
+        "memory_ratio": 0.25,
+    }
+    assert "eyas 300, reference 100; ratio 3.00" in summary(report)
+    assert "eyas 1 MiB, reference 4 MiB; ratio 0.250" in summary(report)

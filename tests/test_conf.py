@@ -284,7 +284,7 @@ def test_a_sweep_has_stable_directories_and_may_name_multirun_anywhere(tmp_path:
         return [Path(str(cfg.output_dir)).relative_to(tmp_path / "outputs/sweeps").as_posix() for cfg in found]
 
     first, second = swept()
-    assert first.startswith("conf=debug,data.path=") and first.endswith(folder_name("a/b")[-0:])
+    assert first.startswith("conf=debug,data.path=")
     assert "/" not in first and " " not in first and first != second
     assert swept() == [first, second]
 

@@ -436,6 +436,15 @@ def test_command_exports_the_given_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(t, drafter.state_dict()[n]) for n, t in read.state_dict().items())
     cfg.drafter_path, cfg.export.dir = str(folder), str(tmp_path / "again")
     assert run_export(cfg) == tmp_path / "again"
+    card = tmp_path / "again" / "README.md"
+    for measured, told in ((folder, True), (tmp_path / "checkpoint", False)):  # of another drafter: not on the card
+        report = {"settings": {"drafter": str(measured)}, "runs": [{"temperature": 0.0, "acceptance": {"tau": 1.5}}]}
+        (tmp_path / "run" / "report.json").write_text(json.dumps(report))
+        run_export(cfg)
+        assert ("| acceptance.tau | 1.5 |" in card.read_text()) is told
+    (tmp_path / "run" / "report.json").write_text("[]")
+    with pytest.raises(EyasError, match="not a report"):
+        run_export(cfg)
     cfg.drafter_path = None
     with pytest.raises(EyasError, match="no checkpoint to export"):
         run_export(cfg)
@@ -443,13 +452,19 @@ def test_command_exports_the_given_checkpoint(tmp_path: Path) -> None:
 
 def test_card_states_switches_and_commands(tmp_path: Path) -> None:
     drafter, frozen = make()
-    report = {"drafting": "chain", "gamma": 5, "runs": [{"temperature": 0.0, "tau": 1.23456, "rate": [0.25, 0.125]}]}
+    runs = [
+        {"temperature": 0.0, "acceptance": {"tau": 1.23456, "rate": [0.25, None]}},
+        {"temperature": 1.0, "acceptance": {"tau": 1.1}},
+    ]
+    report = {"definition": "a | b", "settings": {"drafting": "chain", "gamma": 5}, "runs": runs}
     export(drafter, frozen, tmp_path / "out", target_name="acme/target", report=report, data="chats.json")
     card = (tmp_path / "out" / "README.md").read_text()
     for line in (
-        "| drafting | chain |",
-        "| runs.0.tau | 1.235 |",
-        "| runs.0.rate | 0.25 0.125 |",
+        "| definition | a \\| b |",
+        "| settings.drafting | chain |",
+        "| temperature | 0 | 1 |",
+        "| acceptance.tau | 1.235 | 1.1 |",
+        "| acceptance.rate | 0.25 none |  |",
         "| training data | chats.json |",
         "| draft vocabulary | 12 of 40 tokens |",
         f"--speculative-draft-model-path {tmp_path / 'out'} --speculative-num-steps 5 --speculative-eagle-topk 1 "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from models import pypi
 from models.errors import EyasError
 from models.pypi import resolve
 from models.target import Target
@@ -141,14 +142,14 @@ def test_a_failed_conversion_leaves_nothing(wheel: Path, tmp_path: Path) -> None
     assert not [p for p in (tmp_path / "cache").iterdir() if p.is_dir()]
 
 
-def test_two_processes_convert_once(wheel: Path, tmp_path: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        first, second = pool.map(_resolve, [str(tmp_path / "cache")] * 2)
-    assert first == second and len([p for p in (tmp_path / "cache").iterdir() if p.is_dir()]) == 1
-
-
-def _resolve(cache: str) -> str:
-    return resolve("pypi:tiny-wheel", Path(cache))
+def test_two_at_a_time_convert_once(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each caller opens the lock file by itself, as separate processes do."""
+    convert, calls = pypi._convert, []
+    monkeypatch.setattr(pypi, "_convert", lambda *args: (calls.append(args), convert(*args)))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: resolve("pypi:tiny-wheel", tmp_path / "cache"), range(2))
+    assert first == second and len(calls) == 1
+    assert [p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [Path(first).name]
 
 
 def test_wheels_that_cannot_be_used(wheel: Path, tmp_path: Path) -> None:

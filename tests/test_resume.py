@@ -45,7 +45,7 @@ class Flow(NamedTuple):
 
     def finish(self, name: str, *launcher: str) -> Path:
         """Run to the end; the run directory."""
-        assert self.start(name, *launcher).wait(timeout=300) == 0, (self.cwd / f"{name}.log").read_text()
+        assert self.start(name, *launcher).wait(timeout=1200) == 0, (self.cwd / f"{name}.log").read_text()
         return self.run(name)
 
     def run(self, name: str) -> Path:

@@ -254,7 +254,9 @@ def test_every_proposal_equals_that_of_a_drafter_built_anew(load: Callable[[str]
             drafted.append((len(self.ids), super().propose(limit)))
             return drafted[-1][1]
 
-    half = lambda: 0.5  # noqa: E731  the same uniform for every draw makes sampling repeatable
+    def half() -> float:
+        return 0.5  # the same for every draw makes sampling repeatable
+
     watched = Watched(drafter_for(target), target.frozen(), 3, sampling, uniform=half)
     out = decode(target, watched, prompt, sampling=sampling)
     ids = [*prompt, *out.tokens]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.schema import Config, OptimConfig, TargetConfig, TrackerConfig, TrainConfig
-from data.store import Stored
 from data.source import pack
+from data.store import Stored
 from models.batch import Batch
 from models.checkpoint import drafter_class, load_drafter, save_drafter
 from models.errors import EyasError
@@ -203,7 +203,7 @@ def test_plan_is_shown_before_the_first_step(tmp_path: Path, caplog: pytest.LogC
 
 def test_other_content_or_length_is_refused(tmp_path: Path) -> None:
     fit(tmp_path)
-    with pytest.raises(EyasError, match=r"trained with another features"):
+    with pytest.raises(EyasError, match=r"begun with other input, features"):
         fit(tmp_path, content={"features": "b"})
     with pytest.raises(EyasError, match=r"number of steps \(6, now 9\)"):
         fit(tmp_path, config(steps=9))
@@ -239,9 +239,7 @@ def test_no_usable_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "half state"])
-def test_broken_newest_checkpoint_is_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_broken_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     """And the run goes on from the one before it to the same weights."""
     cfg = config(steps=6, save_every=2, eval_every=2)
     expected = weights(fit(tmp_path / "whole", cfg))
@@ -309,7 +307,9 @@ def test_drafter_on_disk(tmp_path: Path) -> None:
     assert names == {*drafter.state_dict(), "draft_vocab.ids"}
 
 
-@pytest.mark.parametrize("path", ["os.system", "tests.linear_drafter.LinearDrafter", "models.batch.Batch", "models.x.Y"])
+@pytest.mark.parametrize(
+    "path", ["os.system", "tests.linear_drafter.LinearDrafter", "models.batch.Batch", "models.x.Y"]
+)
 def test_only_drafters_of_the_models_package_are_built(path: str) -> None:
     with pytest.raises(EyasError, match=f"drafter._target_={path}"):
         drafter_class(path)
@@ -356,7 +356,7 @@ def test_tensorboard_and_wandb_are_written(tmp_path: Path, monkeypatch: pytest.M
 
     class FakeRun:
         def log(self, values: dict[str, float], step: int) -> None:
-            calls.append(("log", step, values["train/loss"] if "train/loss" in values else None))
+            calls.append(("log", step, values.get("train/loss")))
 
         def finish(self) -> None:
             calls.append(("finish",))

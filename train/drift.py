@@ -18,12 +18,14 @@ CONFIG = "config.yaml"
 # Keys, or sections, that change no weight: where things lie, how they are shown, how the work is cut up.
 # Those of target and data are proven by content instead: the digests of a checkpoint's state.
 HARMLESS = (
-    "name", "output_dir", "device", "threads", "features", "drafter_path", "strategy", "tracker", "verify",
-    "export",
+    "name", "output_dir", "device", "threads", "features", "drafter_path", "strategy", "tracker", "verify", "export",
     "target.path", "target.revision", "target.chat_template", "target.template_kwargs", "target.trust_remote_code",
     "target.taps", "target.dtype", "data", "store",
     "train.log_every", "train.eval_every", "train.save_every", "train.keep_last", "train.chunk",
 )  # fmt: skip
+
+OPEN_SECTIONS = ("drafter", "strategy")  # their keys are the options of a class, and may be left out
+ABSENT = "not set"
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +55,14 @@ def settle_config(cfg: Config, run_dir: Path, *, begun: bool, write: bool) -> No
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
-    """Changed keys with a line "key: old -> new"; keys that ``old`` does not know yet are left out."""
+    """Changed keys, each with a line "key: old -> new".
+
+    A fixed key that ``old`` lacks was added by a later version, whose default is what the run had; it is left out.
+    """
     before, after = _flat(old), _flat(new)
-    return {
-        key: f"{key}: {before[key]} -> {after.get(key, 'gone')}"
-        for key in before
-        if before[key] != after.get(key, "gone")
-    } | {key: f"{key}: not set -> {value}" for key, value in after.items() if key not in before and "." in key and (
-        key.rpartition(".")[0] in ("drafter", "strategy", "target.template_kwargs"))}
+    keys = [key for key in {**before, **after} if key in before or key.split(".")[0] in OPEN_SECTIONS]
+    pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys}
+    return {key: f"{key}: {was} -> {now}" for key, (was, now) in pairs.items() if was != now}
 
 
 def _harmless(key: str) -> bool:

@@ -1,6 +1,6 @@
 """The whole flow of ``python -m train``, stage by stage. A stage whose output is there and still valid is skipped.
 
-    target folder -> documents -> features -> draft vocabulary -> drafter -> fit -> evaluation -> export
+target folder -> documents -> features -> draft vocabulary -> drafter -> fit -> evaluation -> export
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tqdm import tqdm
 
 from conf.schema import Config
-from data.dump import FeatureTarget
-from data.prepare import Corpus, TargetFiles, read_corpus, stored_features, token_counts
+from data.prepare import Inputs, open_target, token_counts
 from data.preview import print_preview
 from data.source import FeatureSource, OnlineFeatures, StoredFeatures
 from data.store import FeatureStore
-from data.template import ChatTemplate, Example
+from data.template import Example
 from models.checkpoint import drafter_class
 from models.drafter import Drafter
 from models.errors import EyasError
@@ -49,13 +48,13 @@ def walk(cfg: Config) -> float | None:
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     run_dir = Path(cfg.output_dir or Path("outputs") / cfg.name)
-    cfg = replace(cfg, output_dir=str(run_dir))
+    cfg = replace(cfg, output_dir=str(run_dir), drafter_path=None)  # what is measured and exported is this run's
     accelerator = build_accelerator(cfg.strategy, device=cfg.device, precision=cfg.train.precision)
-    begun = any((run_dir / "checkpoints").glob("step_*"))
-    settle_config(cfg, run_dir, begun=begun, write=accelerator.is_main_process)
-    inputs = Inputs.gather(cfg, accelerator, run_dir)
-    fitted = fit(cfg, accelerator, run_dir, inputs)
     main = accelerator.is_main_process
+    begun = any((run_dir / "checkpoints").glob("step_*"))
+    settle_config(cfg, run_dir, begun=begun, write=main)
+    inputs = gather(cfg, accelerator, run_dir)
+    fitted = fit(cfg, accelerator, run_dir, inputs)
     accelerator.end_training()  # the other processes are done
     if main:
         evaluate(cfg, run_dir, inputs, fitted)
@@ -64,121 +63,59 @@ def walk(cfg: Config) -> float | None:
     return float(fitted.best["tau_t0"]) if fitted.best else None
 
 
-@dataclass
-class Inputs:
-    """What a run is fed. ``keys`` name the features of the training and the held-out documents."""
-
-    files: TargetFiles
-    template: ChatTemplate
-    corpus: Corpus
-    keys: dict[str, str]
-    load_target: Callable[[], Target]
-
-    @classmethod
-    def gather(cls, cfg: Config, accelerator: Accelerator, run_dir: Path) -> Inputs:
-        """Find the target, then read, render and mask the conversations (every process for itself)."""
-        t, d = cfg.target, cfg.data
-        with accelerator.main_process_first():  # a conversion or download is done once
-            files = TargetFiles.open(
-                t.path,
-                taps=t.taps,
-                revision=t.revision,
-                trust_remote_code=t.trust_remote_code,
-                chat_template=t.chat_template,
-            )
-        main = accelerator.is_main_process
-        template = ChatTemplate(files.tokenizer, None, t.template_kwargs, d.supervise, eos_ids=files.eos_ids)
-        corpus = read_corpus(
-            template,
-            path=d.path,
-            valid_path=d.valid_path,
-            valid_fraction=d.valid_fraction,
-            max_length=d.max_length,
-            max_documents=d.max_documents,
-            roles=d.roles,
-            split=d.split,
-            rejects_dir=run_dir if main else None,
-        )
-        if main:
-            print_preview(corpus.train, files.tokenizer)
-        named = {"training features": corpus.train, "held-out features": corpus.valid}
-        keys = {n: files.key(e, dtype=cfg.store.dtype, compute_dtype=t.dtype) for n, e in named.items()}
-        return cls(files, template, corpus, keys, target_loader(cfg, files, accelerator.device))
-
-
-def target_loader(cfg: Config, files: TargetFiles, device: torch.device) -> Callable[[], Target]:
-    """Loads the target on the first call and keeps it."""
-    loaded: list[Target] = []
-
-    def load() -> Target:
-        if not loaded:
-            target = Target.load(
-                str(files.folder),
-                dtype=cfg.target.dtype,
-                taps=files.tap_ids,
-                device=str(device),
-                trust_remote_code=cfg.target.trust_remote_code,
-                chat_template=cfg.target.chat_template,
-            )
-            log.info("target %s: %d trainable parameters", files.folder, target.trainable_parameters())
-            loaded.append(target)
-        return loaded[0]
-
-    return load
+def gather(cfg: Config, accelerator: Accelerator, run_dir: Path) -> Inputs:
+    """Find the target, then read, render and mask the conversations (every process for itself)."""
+    main = accelerator.is_main_process
+    target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
+    with accelerator.main_process_first():  # a conversion or download is done once
+        files = open_target(target)
+    inputs = Inputs.gather(files, target=target, data=data, store=store, rejects_dir=run_dir if main else None)
+    if main:
+        print_preview(inputs.corpus.train, files.tokenizer)
+    return inputs
 
 
 def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) -> Fitted:
     """Features, draft vocabulary and drafter, then the training loop."""
-    sources = {
-        name: feature_source(cfg, accelerator, inputs, examples, inputs.keys[name])
-        for name, examples in zip(inputs.keys, (inputs.corpus.train, inputs.corpus.valid), strict=True)
-        if examples
-    }
-    if cfg.features == "store":
-        inputs.load_target = target_loader(cfg, inputs.files, accelerator.device)  # lets go of the dump's target
-    dtype = PRECISION[cfg.train.precision]
-    frozen = load_frozen(inputs.files.folder).to(accelerator.device, dtype)
-    drafter = build_drafter(cfg, frozen, inputs)
-    content = inputs.keys | {"draft vocabulary": digest([drafter.vocab.size, drafter.vocab.ids.tolist()])}
-    train, valid = sources["training features"], sources.get("held-out features")
+    train, valid = feature_sources(cfg, accelerator, inputs)
     if valid is None:
-        log.warning("nothing is held out (data.valid_fraction=0): no validation, and the last checkpoint counts as best")
+        log.warning("nothing is held out (data.valid_fraction=0): the last checkpoint counts as the best")
+    frozen = load_frozen(inputs.files.folder).to(accelerator.device, PRECISION[cfg.train.precision])
+    drafter = build_drafter(cfg, frozen, inputs)
+    content = {
+        "training features": inputs.key(inputs.corpus.train),
+        "held-out features": inputs.key(inputs.corpus.valid),
+        "draft vocabulary": digest([drafter.vocab.size, drafter.vocab.ids.tolist()]),
+    }
     return Trainer(cfg, run_dir, accelerator, drafter, frozen, train=train, valid=valid, content=content).fit()
 
 
-def feature_source(
-    cfg: Config, accelerator: Accelerator, inputs: Inputs, examples: list[Example], key: str
-) -> FeatureSource:
-    """Features of these documents, from the store (dumped first, if need be) or from the target as they are needed."""
+def feature_sources(
+    cfg: Config, accelerator: Accelerator, inputs: Inputs
+) -> tuple[FeatureSource, FeatureSource | None]:
+    """Features of the training and the held-out documents: from stores, dumped first if need be, or made in the loop.
+
+    The target is loaded at most once, and let go of when the stores are whole.
+    """
     dtype = PRECISION[cfg.train.precision]
-    store = cfg.store
-    if cfg.features == "online":
-        return OnlineFeatures(
-            inputs.load_target(), examples, store_dtype=store.dtype, batch_tokens=store.batch_tokens, dtype=dtype
-        )
-    folder = Path(store.dir)
-    if not accelerator.is_main_process:  # a dump may take longer than a collective is allowed to
-        while not FeatureStore.is_complete(folder / key, key):
-            time.sleep(1)
-        return StoredFeatures(FeatureStore.open(folder / key, key=key), dtype)
-    with tqdm(total=0, unit="tok", unit_scale=True, desc="features", disable=None) as bar:
 
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    @cache
+    def load_target() -> Target:
+        return inputs.load_target(str(accelerator.device))
 
-        features = stored_features(
-            examples,
-            folder,
-            key,
-            inputs.load_target,
-            dtype=store.dtype,
-            shard_mib=store.shard_mib,
-            batch_tokens=store.batch_tokens,
-            provenance={"target": cfg.target.path, "data": cfg.data.path, "template": inputs.template.fingerprint()},
-            progress=progress,
-        )
-    return StoredFeatures(features, dtype)
+    def online(examples: list[Example]) -> FeatureSource:
+        options = {"store_dtype": cfg.store.dtype, "batch_tokens": cfg.store.batch_tokens}
+        return OnlineFeatures(load_target(), examples, **options, dtype=dtype)
+
+    def stored(examples: list[Example]) -> FeatureSource:
+        if not accelerator.is_main_process:  # a dump may take longer than a collective is allowed to
+            folder = inputs.folder(examples)
+            while not FeatureStore.is_complete(folder, folder.name):
+                time.sleep(1)
+        return StoredFeatures(inputs.stored(examples, load_target), dtype)
+
+    source = online if cfg.features == "online" else stored
+    return source(inputs.corpus.train), source(inputs.corpus.valid) if inputs.corpus.valid else None
 
 
 def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
@@ -220,7 +157,8 @@ def evaluate(cfg: Config, run_dir: Path, inputs: Inputs, fitted: Fitted) -> None
     """Measure tau of the best checkpoint with the verifier, into report.json."""
     from eval.run import evaluate_run
 
-    made_from = [checkpoint_digest(fitted.checkpoint), inputs.keys, asdict(cfg.verify)]
+    held_out = [example.input_ids for example in inputs.corpus.valid] if cfg.verify.prompts is None else []
+    made_from = [checkpoint_digest(fitted.checkpoint), asdict(cfg.verify), cfg.seed, digest(held_out)]
     once(run_dir, "evaluation", digest(made_from), run_dir / "report.json", lambda: evaluate_run(cfg))
 
 

@@ -24,7 +24,7 @@ PRECISIONS = {"fp32": "no", "bf16": "bf16"}
 
 
 def pick_device(device: str) -> str:
-    """"cpu" or "cuda" for ``device``, which may be "auto" (CUDA where there is one)."""
+    """The device type, cpu or cuda, that ``device`` stands for; auto is CUDA where there is one."""
     if device not in ("auto", "cpu", "cuda"):
         raise EyasError(f"device={device}: must be auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():

@@ -180,9 +180,7 @@ class Trainer:
         totals = Totals(self.spec.depths, accelerator.device)
         walks = torch.zeros(2, 2, dtype=torch.float64)
         documents = [d for d, slots in enumerate(source.slots) if slots]
-        bins = plan_epoch(
-            [source.lengths[d] for d in documents], seed=0, epoch=0, bin_tokens=self.cfg.train.bin_tokens
-        )
+        bins = plan_epoch([source.lengths[d] for d in documents], seed=0, epoch=0, bin_tokens=self.cfg.train.bin_tokens)
         self.drafter.eval()
         for members in bins[accelerator.process_index :: accelerator.num_processes]:
             batch = source.batch([documents[d] for d in members]).to(accelerator.device)
@@ -234,8 +232,9 @@ class Trainer:
         if not math.isfinite(value):
             newest = self.checkpoints.latest()
             raise EyasError(
-                f"step {self.state.step}: {what} is not finite. Lower optim.lr (now {self.cfg.optim.lr:g}), lengthen "
-                f"optim.warmup or use train.precision=fp32, under another name; the last checkpoint is {newest or 'none'}"
+                f"step {self.state.step}: {what} is not finite. Lower optim.lr (now {self.cfg.optim.lr:g}), "
+                "lengthen optim.warmup or use train.precision=fp32, under another name=; the last checkpoint is "
+                f"{newest or 'none'}"
             )
 
     def _save(self, tracker: Tracker | None) -> None:
@@ -266,7 +265,7 @@ class Trainer:
         if changed or found.total_steps != self.total:
             what = ", ".join(changed) or f"number of steps ({found.total_steps}, now {self.total})"
             raise EyasError(
-                f"{newest}: was trained with another {what}. Restore it, or train under another name= "
+                f"{newest}: this run was begun with other input, {what}. Restore it, or train under another name= "
                 f"(train.init_from={newest} starts from these weights)"
             )
         self.state = self.checkpoints.restore(newest, self.drafter, self.optimizer.optimizer)
@@ -306,7 +305,8 @@ class Trainer:
         return self.state.step % every == 0 or self.state.step == self.total
 
     def _show_plan(self) -> None:
-        source, kept = self.train_source, self.documents
+        """Tell what is about to be trained, on what and for how long."""
+        source, kept, t = self.train_source, self.documents, self.cfg.train
         tokens = sum(source.lengths[d] for d in kept)
         supervised = sum(source.supervised[d] for d in kept)
         left_out = len(source.lengths) - len(kept)
@@ -315,9 +315,8 @@ class Trainer:
             "documents": f"{len(kept):,} ({left_out:,} without a slot to learn from left out); {held_out:,} held out",
             "tokens": f"{tokens:,}, of which {supervised:,} supervised ({supervised / tokens:.0%})",
             "optimizer steps": f"{self.total:,} ({self.plan.epoch(self.total):.2f} epochs)",
-            "tokens per step": f"up to {self.cfg.train.bin_tokens * self.cfg.train.bins_per_step:,} "
-            f"in {self.cfg.train.bins_per_step} bins",
-            "processes": f"{self.accelerator.num_processes} on {self.accelerator.device.type}, {self.cfg.train.precision}",
+            "tokens per step": f"up to {t.bin_tokens * t.bins_per_step:,} in {t.bins_per_step} bins",
+            "processes": f"{self.accelerator.num_processes} on {self.accelerator.device.type}, {t.precision}",
             "trainable, drafter": f"{self.drafter.trainable_parameters():,} parameters",
             "trainable, target": f"{trainable(self.frozen):,} parameters",
             "draft vocabulary": f"{len(self.drafter.vocab):,} of {self.drafter.vocab.size:,} tokens",

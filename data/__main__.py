@@ -1,0 +1,43 @@
+"""``python -m data conf=RECIPE``: conversations to feature stores, the first stages of ``python -m train`` alone."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from conf.cli import entry
+from conf.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+@entry("data")
+def main(cfg: Config) -> None:
+    import torch  # slow, as what follows: --help and mistakes in the configuration need not wait for it
+
+    from data.prepare import Inputs, open_target
+    from data.preview import print_preview
+    from models.target import Target
+
+    if cfg.threads:
+        torch.set_num_threads(cfg.threads)
+    rejects_dir = Path(cfg.output_dir) if cfg.output_dir else None
+    target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
+    inputs = Inputs.gather(open_target(target), target=target, data=data, store=store, rejects_dir=rejects_dir)
+    print_preview(inputs.corpus.train, inputs.files.tokenizer)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+
+    @cache
+    def load_target() -> Target:
+        return inputs.load_target(device)
+
+    for name, examples in (("training", inputs.corpus.train), ("held-out", inputs.corpus.valid)):
+        if examples:
+            features = inputs.stored(examples, load_target)
+            log.info("%s features: %d documents in %s", name, len(features), features.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The measurement end to end on a tiny target: what it writes, and that simulated and measured tau agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from conf.schema import VerifyConfig
+from data.template import ChatTemplate
+from eval.metrics import Round
+from eval.prompts import read_prompts
+from eval.report import print_report
+from eval.run import drafter_folder, measure
+from eval.simulated import measured_alike
+from models.drafter import Drafter
+from models.eagle3 import Eagle3Drafter
+from models.errors import EyasError
+from models.target import Target
+from models.vocab import DraftVocab
+from tests.tiny import tiny_target
+
+VERIFY = VerifyConfig(max_new_tokens=24, gamma=3, temperatures=[0.0, 1.0, 0.7])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    # A small vocabulary and a flat head, so that an untrained drafter is right now and then
+    folder = tiny_target(tmp_path_factory.mktemp("target"), layers=3, hidden=32, vocab=270)
+    return Target.load(str(folder))
+
+
+def echo(target: Target) -> Drafter:
+    """An untrained drafter that starts as close to the target as it can."""
+    vocab = DraftVocab.full(target.vocab_size)
+    return Eagle3Drafter.create(target.frozen(), vocab, target.tap_ids, seed=0).eval()
+
+
+@pytest.fixture(scope="module")
+def measured(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("run")
+    prompts = [[1, 10 + i, 20 + i, 30 + i] for i in range(6)]
+    return measure(target, echo(target), target.frozen(), prompts, VERIFY, folder, seed=3, quiet=True), folder
+
+
+def test_report_is_what_was_returned_and_fits_the_generations(measured: tuple[dict[str, Any], Path]) -> None:
+    report, folder = measured
+    assert json.loads((folder / "report.json").read_text()) == json.loads(json.dumps(report))
+    rows = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * 6
+    for run in report["runs"]:
+        mine = [row for row in rows if row["temperature"] == run["temperature"]]
+        passes = [r for row in mine for r in row["rounds"]]
+        tokens = sum(len(row["output_ids"]) - 1 for row in mine)
+        assert run["acceptance"]["passes"] == len(passes)
+        assert run["acceptance"]["tau"] == pytest.approx(tokens / len(passes))
+        assert run["speculative"]["tokens"] == tokens
+        assert sum(run["finish"].values()) == 6
+        assert run["speed_up"] > 0
+
+
+def test_greedy_output_is_plain_and_simulated_tau_is_the_measured_one(measured: tuple[dict[str, Any], Path]) -> None:
+    greedy = measured[0]["runs"][0]
+    assert greedy["same_as_plain"] == {"identical": 6, "prompts": 6, "differences": []}
+    assert greedy["acceptance"]["accepted"] > 0, "nothing was ever accepted: the comparison says nothing"
+    assert greedy["simulated"]["tau"] == pytest.approx(greedy["simulated"]["measured"], rel=1e-9)
+
+
+def test_sampled_tau_is_near_the_simulated_one(target: Target, tmp_path: Path) -> None:
+    """The prediction is an expectation; over about 600 passes it is met within four standard errors."""
+    prompts = [[1, 10 + i, 20 + i] for i in range(16)]
+    verify = VerifyConfig(max_new_tokens=48, gamma=3, temperatures=[1.0], baseline=False)
+    run = measure(target, echo(target), target.frozen(), prompts, verify, tmp_path, quiet=True)["runs"][0]
+    rate = run["simulated"]["tau"] - 1
+    error = (rate * (1 + rate) / run["acceptance"]["passes"]) ** 0.5
+    assert run["simulated"]["measured"] == pytest.approx(run["simulated"]["tau"], abs=4 * error)
+    assert run["plain"] is None
+
+
+def test_other_processors_are_not_simulated(measured: tuple[dict[str, Any], Path]) -> None:
+    assert [run["simulated"] is None for run in measured[0]["runs"]] == [False, False, True]
+
+
+def test_the_table_names_every_number(measured: tuple[dict[str, Any], Path]) -> None:
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    print_report(measured[0], console)
+    text = console.export_text()
+    for word in ("tau", "95% interval", "rate per depth", "simulated tau", "tokens/s", "speed-up", "T = 0.7"):
+        assert word in text
+
+
+def test_measured_alike_by_hand() -> None:
+    """Accepted inside the text: 2 and, of the cut pass, the single kept token; two passes."""
+    assert measured_alike([[Round(3, 2, 3), Round(3, 3, 1)]]) == (2 + 2 + 1) / 2
+
+
+def test_wrong_taps_are_refused(target: Target, tmp_path: Path) -> None:
+    other = Eagle3Drafter.create(target.frozen(), DraftVocab.full(target.vocab_size), (0, 1, 3), seed=0)
+    with pytest.raises(EyasError, match="target.taps"):
+        measure(target, other, target.frozen(), [[1, 2]], VERIFY, tmp_path, quiet=True)
+
+
+def test_prompts_of_both_kinds(target: Target, tmp_path: Path) -> None:
+    template = ChatTemplate(target.tokenizer)
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        {"question_id": 1, "turns": ["Hi", "And then?"]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"turns": [""]},
+        {"turns": "Hi"},
+        {
+            "messages": [
+                {"role": "system", "content": "S"},
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "x"},
+            ]
+        },
+        {"turns": ["x" * 500]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = read_prompts(str(path), template, limit=10, context=300)
+    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert [target.tokenizer.decode(p) for p in prompts] == [asked, asked, "<|im_start|>system\nS<|im_end|>\n" + asked]
+    assert read_prompts(str(path), template, limit=1) == prompts[:1]
+    path.write_text('{"turns": []}\n')
+    with pytest.raises(EyasError, match="verify.prompts"):
+        read_prompts(str(path), template, limit=10)
+
+
+def test_the_drafter_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match="drafter_path"):
+        drafter_folder(None, tmp_path)
+    for step in (100, 200):
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    assert drafter_folder(None, tmp_path).name == "step_00000200"
+    (tmp_path / "best.json").write_text('{"checkpoint": "checkpoints/step_00000100"}')
+    assert drafter_folder(None, tmp_path).name == "step_00000100"
+    assert drafter_folder(str(tmp_path), Path("elsewhere")).name == "step_00000100"
+    assert drafter_folder(str(tmp_path / "checkpoints"), tmp_path) == tmp_path / "checkpoints"
+
+
+def test_reduced_precision_differences_are_told_with_their_gap(target: Target) -> None:
+    from eval.run import compare_outputs
+    from eval.speculate import Generation
+
+    logits = target.step(torch.tensor([1, 5]), torch.arange(2), target.new_cache())[0][1]
+    best, second = (int(i) for i in logits.topk(2).indices)
+    found = compare_outputs(target, [[1, 5]], [Generation([second])], [Generation([best])])
+    assert found["identical"] == 0
+    assert found["differences"][0]["logit_gap"] == pytest.approx(float(logits[best] - logits[second]))
