@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -77,7 +77,9 @@ def quoting(override: str) -> str:
     if not found or not key:
         return f"cannot read {override!r}: overrides look like key=value ({HELP})"
     escaped = value.strip("\"'").replace("\\", "\\\\").replace('"', '\\"')
-    return f"{key}: cannot read the value {value!r}; with = , : or brackets in it, quote it: '{key}=\"{escaped}\"'"
+    return (
+        f"{key}: cannot read {value!r}; what has = , : brackets or foreign letters needs quotes: '{key}=\"{escaped}\"'"
+    )
 
 
 def several(key: str, value: str) -> str:
@@ -88,7 +90,7 @@ def several(key: str, value: str) -> str:
     )
 
 
-def every_key(node: type = Config, prefix: str = "") -> list[str]:
+def every_key(node: Any = Config, prefix: str = "") -> list[str]:
     """Every dotted key of the schema."""
     hints = get_type_hints(node)
     keys: list[str] = []

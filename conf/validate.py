@@ -36,7 +36,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.precision": ("fp32", "bf16"),
     "export.dtype": ("bfloat16", "float16", "float32"),
     "tracker.wandb": ("offline", "online", "disabled"),
-    "export.dtype": ("bfloat16", "float16", "float32"),
 }
 
 AT_LEAST: dict[str, int] = {

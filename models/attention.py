@@ -74,7 +74,7 @@ class _TTTAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, keys, values, out, lse, lse_all = ctx.saved_tensors
         spans, scale, total = ctx.spans, ctx.scale, key.shape[0]
         grad_out = grad_out.contiguous()

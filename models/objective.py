@@ -1,8 +1,8 @@
 """The one objective of all methods: exact teacher, every depth, scored in chunks in one pass.
 
-States of all depths are unrolled first (a [rows, H] tensor, small beside logits); then slots are visited in chunks: the teacher
-is formed once per position, all depths are scored against it, and the gradients of states and head are produced
-in the same visit, so at most one chunk of logits exists at a time.
+States of all depths are unrolled first (a [rows, H] tensor, small beside logits); then slots are visited in chunks:
+the teacher is formed once per position, all depths are scored against it, and the gradients of states and head are
+produced in the same visit, so at most one chunk of logits exists at a time.
 
 Every loss is a function of two numbers of a (slot, depth): ce = -sum_v p(v) log q(v) and
 alpha = sum_v min(p(v), q(v)), over the draft vocabulary, with p the target's exact *full-vocabulary*
@@ -116,8 +116,8 @@ class _ScoreChunks(torch.autograd.Function):
         depths, total = slots.valid.shape
         stats = states.new_zeros(5, depths, total, dtype=torch.float32)
         loss = states.new_zeros((), dtype=torch.float32)
-        dstates = torch.zeros_like(states) if wants else None
-        dhead = torch.zeros_like(head, dtype=torch.float32) if wants else None
+        dstates = torch.zeros_like(states if wants else states[:0])
+        dhead = torch.zeros_like(head if wants else head[:0], dtype=torch.float32)
         weight = head.to(states.dtype)
         row_of = slots.valid.flatten().long().cumsum(0).view(depths, total) - 1
         for a in range(0, total, objective.chunk):
@@ -141,7 +141,7 @@ class _ScoreChunks(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dstates, dhead = ctx.saved_tensors
         return dstates * grad.to(dstates.dtype), dhead * grad.to(dhead.dtype), None, None, None, None
 
@@ -151,13 +151,11 @@ def _loss_and_slopes(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss of a chunk, its slope in ce (that of kl included: both move with q alike) and in alpha, all [K, c]."""
     with torch.enable_grad():
-        leaves = [t.detach().clone().requires_grad_() for t in (ce, kl, alpha)]
-        loss = objective.weighted(*leaves, valid.float())
-        slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
-    zero = torch.zeros_like(ce)
-    return loss.detach(), (slopes[0] if slopes[0] is not None else zero) + (
-        slopes[1] if slopes[1] is not None else zero
-    ), slopes[2]
+        ce, kl, alpha = (t.detach().clone().requires_grad_() for t in (ce, kl, alpha))
+        loss = objective.weighted(ce, kl, alpha, valid.float())
+        by_ce, by_kl, by_alpha = torch.autograd.grad(loss, (ce, kl, alpha), allow_unused=True)
+    slope = sum((t for t in (by_ce, by_kl) if t is not None), torch.zeros_like(ce))
+    return loss.detach(), slope, by_alpha
 
 
 @dataclass

@@ -47,9 +47,7 @@ class DraftVocab:
         if size == vocab:
             return cls.full(vocab)
         if forced.numel() > size:
-            raise EyasError(
-                f"drafter.draft_vocab_size={size} cannot hold the target's {forced.numel()} special tokens"
-            )
+            raise EyasError(f"drafter.draft_vocab_size={size} cannot hold the target's {forced.numel()} special tokens")
         rank = counts.to(torch.int64).clone()
         rank[forced] = int(rank.max()) + 1
         chosen = torch.argsort(rank, descending=True, stable=True)[:size]

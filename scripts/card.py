@@ -130,8 +130,9 @@ def text(value: Any) -> str:
 
 def table(rows: Iterable[tuple[str, ...]]) -> str:
     """A Markdown table without headings: the first cell of each row is its name."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in rows]
-    width = lines[0].count(" | ") + 1
+    filled = list(rows)
+    lines = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in filled]
+    width = len(filled[0])
     return "\n".join(["|" + " |" * width, "|" + "---|" * width, *lines])
 
 

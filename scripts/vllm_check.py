@@ -46,7 +46,7 @@ def read_prompts(path: Path) -> list[list[int]]:
 def measure(args: argparse.Namespace, prompts: list[list[int]]) -> tuple[dict[str, Any], list[list[int]]]:
     """Serve the prompts greedily and read vLLM's own counters."""
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is the report's
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=args.target,

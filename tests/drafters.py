@@ -12,7 +12,7 @@ from models.eagle3 import Eagle3Drafter
 from models.frozen import FrozenTarget
 from models.vocab import DraftVocab
 
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_attention_heads": 4,

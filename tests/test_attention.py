@@ -30,7 +30,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, dk: list[Tensor], dv: list[Tensor], i
     return torch.stack(outs, 1)
 
 
-@pytest.mark.parametrize(("depth", "sparse", "double"), list(itertools.product([0, 1, 6], [False, True], [False, True])))
+@pytest.mark.parametrize(
+    ("depth", "sparse", "double"), list(itertools.product([0, 1, 6], [False, True], [False, True]))
+)
 def test_outputs_and_all_gradients(depth: int, sparse: bool, double: bool) -> None:
     generator = torch.Generator().manual_seed(depth)
     cu = [0, *itertools.accumulate(LENGTHS)]
@@ -44,8 +46,10 @@ def test_outputs_and_all_gradients(depth: int, sparse: bool, double: bool) -> No
     ours = [t.detach().to(kind).requires_grad_() for t in exact]
     spans = Spans.of(index, torch.tensor(cu, dtype=torch.int32))
 
-    want = dense(*exact[:3], exact[3 : 3 + depth], exact[3 + depth :], index, cu)
-    got = ttt_attention(*ours[:3], ours[3 : 3 + depth], ours[3 + depth :], spans)
+    (q, k, v), (dk, dv) = exact[:3], (exact[3 : 3 + depth], exact[3 + depth :])
+    want = dense(q, k, v, dk, dv, index, cu)
+    (q, k, v), (dk, dv) = ours[:3], (ours[3 : 3 + depth], ours[3 + depth :])
+    got = ttt_attention(q, k, v, dk, dv, spans)
     upstream = torch.randn(want.shape, generator=generator, dtype=torch.float64)
     want.backward(upstream)
     got.backward(upstream.to(kind))

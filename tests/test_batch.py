@@ -2,11 +2,10 @@
 
 import torch
 
-from models.batch import valid_slots
-from tests.drafters import random_batch, random_drafter, random_frozen, random_vocab
-from models.batch import slots_of
+from models.batch import slots_of, valid_slots
 from models.drafter import TrainSpec
 from models.objective import Objective
+from tests.drafters import random_batch, random_drafter, random_frozen, random_vocab
 
 
 def marks(text: str) -> torch.Tensor:

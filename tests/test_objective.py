@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.batch import slots_of
+from models.batch import Slots, slots_of
 from models.errors import EyasError
 from models.objective import DEPTH_WEIGHTS, LOSSES, Objective
 from models.vocab import DraftVocab
@@ -15,13 +15,15 @@ from tests.drafters import random_batch, random_frozen, random_vocab
 DEPTHS = 4
 
 
-def naive(states: Tensor, head: Tensor, probs: Tensor, vocab: DraftVocab, slots, loss: str, weights: str):  # type: ignore[no-untyped-def]
+def naive(
+    states: Tensor, head: Tensor, probs: Tensor, vocab: DraftVocab, slots: Slots, loss: str, weights: str
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Plain autograd, one slot and depth at a time, float64; probs [T, V] = the target's full softmax."""
     total = torch.zeros((), dtype=torch.float64)
     number = {pair: i for i, pair in enumerate(zip(*(t.tolist() for t in slots.rows()), strict=True))}
     sums = {n: torch.zeros(DEPTHS, dtype=torch.float64) for n in ("ce", "kl", "alpha", "match", "mass")}
     for s, p in enumerate(slots.index.tolist()):
-        ces, kls, alphas = [], [], []
+        ces, kls, alphas = list[Tensor](), list[Tensor](), list[Tensor]()
         for k in range(DEPTHS):
             if not slots.valid[k, s]:
                 break
@@ -35,7 +37,8 @@ def naive(states: Tensor, head: Tensor, probs: Tensor, vocab: DraftVocab, slots,
             for name, value in (("ce", ce), ("kl", kl), ("alpha", alpha), ("mass", inside.sum())):
                 sums[name][k] += value.detach()
             sums["match"][k] += float(guess == int(teacher.argmax()))
-            ces.append(ce), kls.append(kl), alphas.append(alpha)
+            for column, value in ((ces, ce), (kls, kl), (alphas, alpha)):
+                column.append(value)
         if loss == "expected_length":
             total = total + 1 - sum(torch.stack(alphas[: j + 1]).prod() for j in range(len(alphas))) / DEPTHS
             continue

@@ -209,7 +209,7 @@ def test_other_content_or_length_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, config(steps=9))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, config(steps=20, save_every=1, eval_every=1, keep_last=9))
     plain = trainer._train_step
 
@@ -219,7 +219,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
                 trainer.drafter.get_parameter("head.weight")[0, 0] = float("nan")
         plain(number)
 
-    trainer._train_step = step  # type: ignore[method-assign]
+    monkeypatch.setattr(trainer, "_train_step", step)
     with pytest.raises(EyasError, match=r"step 3: .* not finite. Lower optim.lr .*step_00000002"):
         trainer.fit()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
@@ -361,8 +361,12 @@ def test_tensorboard_and_wandb_are_written(tmp_path: Path, monkeypatch: pytest.M
         def finish(self) -> None:
             calls.append(("finish",))
 
+    def init(**options: Any) -> FakeRun:
+        calls.append(("init", options))
+        return FakeRun()
+
     calls: list[Any] = []
-    monkeypatch.setattr("wandb.init", lambda **options: calls.append(("init", options)) or FakeRun())
+    monkeypatch.setattr("wandb.init", init)
     cfg = config(steps=4)
     cfg.tracker = TrackerConfig(tensorboard=True, wandb="offline", project="p")
     fit(tmp_path, cfg)

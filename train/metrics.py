@@ -70,4 +70,5 @@ class Totals:
 
 def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
     """The element-wise sum of ``values`` over all processes, on every process."""
-    return accelerator.reduce(values.clone(), reduction="sum")  # type: ignore[no-any-return]
+    total: Tensor = accelerator.reduce(values.clone(), reduction="sum")
+    return total

@@ -104,8 +104,10 @@ def feature_sources(
         return inputs.load_target(str(accelerator.device))
 
     def online(examples: list[Example]) -> FeatureSource:
-        options = {"store_dtype": cfg.store.dtype, "batch_tokens": cfg.store.batch_tokens}
-        return OnlineFeatures(load_target(), examples, **options, dtype=dtype)
+        store = cfg.store
+        return OnlineFeatures(
+            load_target(), examples, store_dtype=store.dtype, batch_tokens=store.batch_tokens, dtype=dtype
+        )
 
     def stored(examples: list[Example]) -> FeatureSource:
         if not accelerator.is_main_process:  # a dump may take longer than a collective is allowed to

@@ -52,8 +52,7 @@ def build_accelerator(strategy: Mapping[str, Any], *, device: str = "auto", prec
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(minutes=float(strategy.get("timeout_minutes", 30)))),
-            # A drafter's buffers (rope tables) are constants: nothing to broadcast before every forward.
-            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
     # Accelerate falls back to independent single-process jobs when its backend is not what it expected.

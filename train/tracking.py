@@ -98,7 +98,7 @@ def _flatten(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _tensorboard(run_dir: Path, step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # slow to import: only when wanted
 
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 
 
 def _wandb(run_dir: Path, tracker: TrackerConfig, config: Mapping[str, Any]) -> Any:

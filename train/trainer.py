@@ -198,14 +198,16 @@ class Trainer:
     # --- what is written ---
 
     def _log_train(self, tracker: Tracker | None, bar: tqdm) -> None:
-        """Average since the last row."""
+        """A row of the averages since the last one."""
         row = self._window_averages()
+        self.window.clear()
+        if tracker is None:  # not the main process, which now holds the sums of all
+            return
         tokens_per_s = self.clock.rate(self.state.tokens)
         lr = float(self.optimizer.param_groups[0]["lr"])
         row |= {"lr": lr, "epoch": self.plan.epoch(self.state.step), "tokens": self.state.tokens}
-        if tracker is not None:
-            tracker.log(self.state.step, "train", row | {"tokens_per_s": tokens_per_s})
-            bar.set_postfix_str(f"loss {row['loss']:.3f} tau~{row['tau_mean_field']:.2f} {tokens_per_s:,.0f} tok/s")
+        tracker.log(self.state.step, "train", row | {"tokens_per_s": tokens_per_s})
+        bar.set_postfix_str(f"loss {row['loss']:.3f} tau~{row['tau_mean_field']:.2f} {tokens_per_s:,.0f} tok/s")
         log.log(
             logging.INFO if bar.disable else logging.DEBUG,  # a terminal has the bar
             "step %d/%d: loss %.4f, tau~%.3f, accuracy %s, grad norm %.3f, lr %.2e, %.0f tokens/s, %s left",
@@ -219,7 +221,6 @@ class Trainer:
             tokens_per_s,
             tqdm.format_interval(self.clock.left(self.state.step, self.total)),
         )
-        self.window.clear()
 
     def _window_averages(self) -> dict[str, Any]:
         self.window.reduce(self.accelerator)
