@@ -65,6 +65,7 @@ class TrainConfig:
     loss: str = "ce"  # ce | kl | lk | tv | expected_length
     depth_weights: str = "decay"  # decay | dpace
     decay: float = 0.8
+    depth_keep: float = 1.0  # share of slots kept from one depth to the next; below 1: faster, noisier deep depths
     chunk: int = 256  # slots scored at a time
     precision: str = "fp32"  # fp32 | bf16
     log_every: int = 10

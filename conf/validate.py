@@ -74,6 +74,7 @@ RANGES: dict[str, Range] = {
     "optim.max_grad_norm": ABOVE_ZERO,
     "train.epochs": ABOVE_ZERO,
     "train.decay": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "train.depth_keep": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "verify.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
 }
 

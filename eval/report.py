@@ -79,7 +79,8 @@ def rows(report: Mapping[str, Any]) -> Iterable[tuple[str, list[str]]]:
     yield line("  speed-up", "speed_up", form="{:.2f}x")
     yield line("cost of one draft c", "cost", "draft", form="{:.3f}")
     yield line("cost of verification", "cost", "verify", form="{:.2f}")
-    yield line("same as plain", "same_as_plain", "identical", form="{:d}")
+    same = [run.get("same_as_plain") for run in runs]
+    yield "same as plain", [f"{found['identical']} of {found['prompts']}" if found else "-" for found in same]
 
 
 def cell(run: Mapping[str, Any], path: tuple[str, ...], form: str) -> str:

@@ -35,8 +35,18 @@ class Teacher:
 
     def log_probs(self, positions: Tensor) -> Tensor:
         """log p(v) of the draft tokens at these positions, [n, Vd] float32 (sums to <= 1 after exp)."""
-        logits = F.linear(self.final[positions].to(self.weight.dtype), self.weight, self.bias).float()
+        with torch.autocast(self.weight.device.type, enabled=False):  # rounded logits would not match the exact lse
+            logits = linear_f32(self.final[positions], self.weight)
+        if self.bias is not None:
+            logits += self.bias
         return cap_logits(logits, self.scale, self.softcap) - self.lse[positions, None]
+
+
+def linear_f32(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T in float32, accumulated and returned so also for half-precision weights."""
+    if weight.dtype != torch.float32 and weight.device.type == "cuda":
+        return torch.mm(x.to(weight.dtype), weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
 
 
 def cap_logits(logits: Tensor, scale: float = 1.0, softcap: float | None = None) -> Tensor:

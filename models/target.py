@@ -138,8 +138,8 @@ class Target:
         if taps is not None:
             check_taps(taps, int(config.get_text_config(decoder=True).num_hidden_layers))  # before the long load
         tokenizer = load_tokenizer(folder, trust_remote_code, chat_template)
-        model = _load_model(folder, dtype, trust_remote_code)
-        model.to(torch.device(device))  # type: ignore[arg-type]  # its wrapper hides the signature
+        model: Any = _load_model(folder, dtype, trust_remote_code)
+        model.to(torch.device(device))
         return cls(model, tokenizer, folder, taps)
 
     @property

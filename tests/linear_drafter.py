@@ -33,7 +33,7 @@ class LinearDrafter(Drafter):
         for k in range(1, slots.depths):
             ahead = (slots.index + 1 + k).clamp_max(batch.num_tokens - 1)
             states.append(torch.tanh(self.next(torch.cat([states[-1], frozen.embed(batch.input_ids[ahead])], -1))))
-        out: Tensor = self.norm(torch.stack(states))
+        out: Tensor = self.norm(torch.stack(states)[slots.rows()])
         return out
 
     def head_weight(self, frozen: FrozenTarget) -> Tensor:

@@ -84,8 +84,8 @@ def test_report() -> None:
     assert report["tokens"] == 32 and report["padded_tokens"] == 40
     assert report["same"] is True
     seconds, rate = report["seconds"], report["tokens_per_second"]
-    assert isinstance(seconds, dict) and isinstance(rate, dict)
     assert [len(runs) for runs in seconds.values()] == [2, 2]
+    assert report["cpu_ratio"] > 0
     assert rate["eyas"] == pytest.approx(32 / (sum(seconds["eyas"]) / 2))
     assert report["speed_ratio"] == pytest.approx(rate["eyas"] / rate["reference"])
 
@@ -119,8 +119,9 @@ def test_command_prints_ratios(capsys: pytest.CaptureFixture[str]) -> None:
         "gradient_difference": 0.0,
         "tokens_per_second": {"eyas": 300.0, "reference": 100.0},
         "speed_ratio": 3.0,
+        "cpu_ratio": 3.5,
         "peak_bytes": {"eyas": 2**20, "reference": 2**22},
         "memory_ratio": 0.25,
     }
-    assert "eyas 300, reference 100; ratio 3.00" in summary(report)
+    assert "eyas 300, reference 100; ratio 3.00 (by processor time 3.50)" in summary(report)
     assert "eyas 1 MiB, reference 4 MiB; ratio 0.250" in summary(report)

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,17 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     root.handlers, root.level = handlers, level
 
 
+def command(run: Callable[[Config], Any], *arguments: str, job: str = "train") -> None:
+    """Type a command whose entry point is ``run``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [job, *arguments])
+        entry(job)(run)()
+
+
 def runs(*arguments: str, job: str = "train") -> list[Config]:
     """The configurations that an entry point gets for this command line."""
     seen: list[Config] = []
-
-    @entry(job)
-    def main(cfg: Config) -> None:
-        seen.append(cfg)
-
-    before = sys.argv
-    sys.argv = [job, *arguments]
-    try:
-        main()
-    finally:
-        sys.argv = before
+    command(seen.append, *arguments, job=job)
     return seen
 
 
@@ -210,18 +207,16 @@ def test_a_recipe_without_data_serves_the_verbs_that_need_none(capsys: pytest.Ca
     assert "verify.prompts" in refusal(capsys, "conf=eagle3_llama", job="eval")
 
 
-def test_mistakes_found_later_are_told_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
-    @entry("train")
-    def main(cfg: Config) -> None:
-        raise EyasError("data.path=x.json: row 3 has no messages")
+def fail(error: Exception) -> Callable[[Config], None]:
+    def run(cfg: Config) -> None:
+        raise error
 
-    before = sys.argv
-    sys.argv = ["train"]
-    try:
-        with pytest.raises(SystemExit) as left:
-            main()
-    finally:
-        sys.argv = before
+    return run
+
+
+def test_mistakes_found_later_are_told_the_same_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        command(fail(EyasError("data.path=x.json: row 3 has no messages")))
     assert left.value.code == 2
     assert capsys.readouterr().err == "error: data.path=x.json: row 3 has no messages\n"
 
@@ -234,17 +229,8 @@ def test_full_error_gives_the_stack_trace(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_bugs_keep_their_stack_trace() -> None:
-    @entry("train")
-    def main(cfg: Config) -> None:
-        raise ZeroDivisionError
-
-    before = sys.argv
-    sys.argv = ["train"]
-    try:
-        with pytest.raises(ZeroDivisionError):
-            main()
-    finally:
-        sys.argv = before
+    with pytest.raises(ZeroDivisionError):
+        command(fail(ZeroDivisionError()))
     assert "HYDRA_FULL_ERROR" not in os.environ
 
 
@@ -363,9 +349,9 @@ def test_cfg_job_prints_the_whole_configuration(capsys: pytest.CaptureFixture[st
 def test_command_works_from_a_folder_with_a_data_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.json").write_text("[]")
-    command = [sys.executable, "-c", "from train.__main__ import main; main()", "data.path=data/mine.json", "--cfg=job"]
+    typed = [sys.executable, "-c", "from train.__main__ import main; main()", "data.path=data/mine.json", "--cfg=job"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        typed, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["data"]["path"] == "data/mine.json"

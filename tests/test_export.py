@@ -1,16 +1,15 @@
-"""Exported folders: the config engines read, the tensors they load, and every way in which a folder can be wrong."""
+"""Exporting a drafter: the config engines read, the tensors they load, the proof, the command and its card."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -19,14 +18,14 @@ from models.checkpoint import save_drafter
 from models.eagle3 import Eagle3Drafter
 from models.eagle3_serving import eagle3_config
 from models.errors import EyasError
-from models.frozen import FrozenTarget
-from models.portable import check_export, load_export, open_drafter, write_export
+from models.portable import check_export, load_export
 from models.vocab import DraftVocab
 from scripts.engine import Eagle3Engine
 from scripts.export import export, run_export
 from scripts.rescore import rescore
 from scripts.vllm_check import read_prompts, summary
-from tests.drafters import TAPS, random_frozen, random_vocab
+from tests.drafters import random_frozen
+from tests.exports import Spoil, exported, make, rewrite
 from tests.tiny import tiny_target
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -39,25 +38,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-
-
-def make(draft: int = 12, taps: tuple[int, ...] = TAPS, frozen: FrozenTarget | None = None, **flags: Any) -> Any:
-    """A random drafter in which every weight matters (norms included), and its target."""
-    frozen = frozen or random_frozen()
-    vocab = random_vocab(frozen.vocab_size, draft) if draft < frozen.vocab_size else DraftVocab.full(draft)
-    drafter = Eagle3Drafter.create(frozen, vocab, taps, init_head=False, init_fc=False, **flags)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-    return drafter, frozen
-
-
-def exported(folder: Path, dtype: str = "float32", **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    drafter, frozen = make(**options)
-    export(drafter, frozen, folder, dtype=dtype, target_name="acme/target")
-    return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 
 
 # --- what is written ----------------------------------------------------------------------------------------
@@ -239,9 +219,7 @@ def other_rope(_: dict[str, Tensor], config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("spoil", [swap_halves, other_feedback, other_rope], ids=lambda f: f.__name__)
-def test_rescoring_notices_what_no_shape_shows(
-    tmp_path: Path, spoil: Callable[[dict[str, Tensor], dict[str, Any]], None]
-) -> None:
+def test_rescoring_notices_what_no_shape_shows(tmp_path: Path, spoil: Spoil) -> None:
     folder = tmp_path / "out"
     exported(folder)
     rewrite(folder, spoil)
@@ -257,166 +235,6 @@ def test_unlike_engines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(EyasError, match="an engine's logits would differ"):
         export(drafter, frozen, tmp_path / "out", dtype="float32", target_name="t")
     assert list(tmp_path.iterdir()) == []
-
-
-# --- folders that are wrong ---------------------------------------------------------------------------------
-
-
-def rewrite(folder: Path, spoil: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> None:
-    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    spoil(tensors, config)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def drop(name: str) -> Callable[..., None]:
-    return lambda tensors, config: tensors.pop(name)
-
-
-def put(name: str, value: Tensor) -> Callable[..., None]:
-    return lambda tensors, config: tensors.update({name: value})
-
-
-def edit(name: str, change: Callable[[Tensor], Any]) -> Callable[..., None]:
-    return lambda tensors, config: change(tensors[name])
-
-
-def configure(**values: Any) -> Callable[..., None]:
-    return lambda tensors, config: config.update(values)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "names"),
-    [
-        (drop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight: missing"),
-        (drop("d2t"), "d2t: missing; 12 draft tokens"),
-        (drop("t2d"), "t2d: missing"),
-        (put("embed_tokens.weight", torch.zeros(40, 32)), "embed_tokens.weight: unexpected"),
-        (put("fc.bias", torch.zeros(32)), "fc.bias: unexpected"),
-        (put("fc.weight", torch.zeros(32, 64)), r"fc.weight: has shape \[32, 64\], config.json asks for \[32, 96\]"),
-        (put("norm.weight", torch.ones(32, dtype=torch.float16)), "norm.weight: is torch.float16"),
-        (put("d2t", torch.arange(12, dtype=torch.int32)), "d2t: is torch.int32"),
-        (edit("norm.weight", lambda t: t[3].fill_(float("nan"))), "norm.weight: 1 of 32 values are NaN"),
-        (edit("lm_head.weight", lambda t: t[3, 4].fill_(float("inf"))), "lm_head.weight: 1 of 384"),
-        (edit("d2t", lambda t: t[11].fill_(29)), r"d2t: its target ids .* within 0\.\.39"),
-        (edit("d2t", lambda t: t[0].fill_(-1)), r"d2t: its target ids .* within 0\.\.39"),
-        (edit("d2t", lambda t: t[5].fill_(-4)), "d2t: its target ids .* ascend"),
-        (edit("t2d", lambda t: t.fill_(True)), "t2d: does not mark"),
-        (configure(torch_dtype="bfloat16"), "dtype=float32 and torch_dtype=bfloat16"),
-        (configure(fc_norm=True), "fc_norm.0.weight: missing"),
-        (configure(bias=True), "bias=True is not supported"),
-        (configure(norm_before_residual=True), "norm_before_residual=True is not supported"),
-        (configure(num_hidden_layers=32), "num_hidden_layers=32 is not supported"),
-        (configure(num_aux_hidden_states=4), "num_aux_hidden_states=4"),
-        (configure(architectures=["LlamaForCausalLM"]), "architectures=.*LlamaForCausalLM"),
-        (configure(draft_vocab_size=40), "d2t: must be absent"),
-        (configure(head_dim=8), "midlayer.self_attn.q_proj.weight: has shape"),
-    ],
-)
-def test_a_wrong_folder_is_named(tmp_path: Path, spoil: Callable[..., None], names: str) -> None:
-    exported(tmp_path / "out")
-    rewrite(tmp_path / "out", spoil)
-    with pytest.raises(EyasError, match=names):
-        check_export(tmp_path / "out")
-
-
-def test_no_folder_and_no_json(tmp_path: Path) -> None:
-    with pytest.raises(EyasError, match="not a serving folder"):
-        load_export(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(EyasError, match="not a serving folder"):
-        load_export(tmp_path)
-
-
-def test_values_no_dtype_can_hold(tmp_path: Path) -> None:
-    drafter, frozen = make()
-    with torch.no_grad():
-        drafter.fc.weight[0, 0] = 1e5
-    with pytest.raises(EyasError, match=r"fc.weight: 1e\+05 overflows float16"):
-        export(drafter, frozen, tmp_path / "out", dtype="float16", target_name="t")
-    with torch.no_grad():
-        drafter.fc.weight[0, 0] = float("nan")
-    with pytest.raises(EyasError, match="fc.weight: 1 of 3072 values"):
-        export(drafter, frozen, tmp_path / "out", target_name="t")
-    with pytest.raises(EyasError, match=r"export\.dtype=int8"):
-        export(make()[0], frozen, tmp_path / "out", dtype="int8", target_name="t")
-    assert list(tmp_path.iterdir()) == []
-
-
-# --- replacing an export ------------------------------------------------------------------------------------
-
-
-def test_a_failed_export_leaves_the_earlier_one(tmp_path: Path) -> None:
-    exported(tmp_path / "out")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    drafter, frozen = make()
-    with torch.no_grad():
-        drafter.norm.weight.fill_(float("inf"))
-    with pytest.raises(EyasError):
-        export(drafter, frozen, tmp_path / "out", target_name="t")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_later_export_replaces_the_earlier_one(tmp_path: Path) -> None:
-    exported(tmp_path / "out")
-    _, config = exported(tmp_path / "out", draft=20)
-    assert config["draft_vocab_size"] == 20
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_killed_between_the_two_renames(tmp_path: Path) -> None:
-    exported(tmp_path / "out")
-    (tmp_path / "out").rename(tmp_path / ".out.old")
-    drafter, frozen = make()
-    tensors, config = drafter.serving(frozen)
-    with pytest.raises(EyasError):
-        write_export(tensors | {"extra": torch.zeros(1)}, config, tmp_path / "out", "float32")
-    check_export(tmp_path / "out")  # the earlier export is back
-
-
-def test_other_files_are_never_deleted(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
-    drafter, frozen = make()
-    with pytest.raises(EyasError, match="thesis.tex"):
-        export(drafter, frozen, tmp_path, target_name="t")
-    with pytest.raises(EyasError, match="is a file"):
-        export(drafter, frozen, tmp_path / "thesis.tex", target_name="t")
-    assert (tmp_path / "thesis.tex").read_text() == "x"
-
-
-# --- reading folders of other trainers ----------------------------------------------------------------------
-
-
-def test_other_names_and_older_configs(tmp_path: Path) -> None:
-    """layers.0 and a model. prefix, Transformers-4 rope keys, no head_dim, no own note."""
-    drafter, frozen = make(frozen=random_frozen(head_dim=8, num_hidden_layers=12), taps=(2, 6, 9))
-    write_export(*drafter.serving(frozen), tmp_path / "out", "float32")
-
-    def foreign(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-        renamed = {"model." + n.replace("midlayer.", "layers.0."): t for n, t in tensors.items() if "2" not in n}
-        kept = {name: tensors[name] for name in ("d2t", "t2d")}
-        tensors.clear()
-        tensors |= renamed | kept
-        for key in ("eyas", "rope_parameters", "head_dim", "dtype", "num_aux_hidden_states"):
-            del config[key]
-
-    rewrite(tmp_path / "out", foreign)
-    with pytest.raises(EyasError, match="target_layers"):
-        load_export(tmp_path / "out")
-    read = open_drafter(tmp_path / "out", target_layers=12)
-    assert read.tap_ids == (2, 6, 9)
-    assert read.architecture() == drafter.architecture()
-    assert all(torch.equal(t, drafter.state_dict()[n]) for n, t in read.state_dict().items())
-
-
-def test_layer_ids_of_either_convention_are_read(tmp_path: Path) -> None:
-    exported(tmp_path / "out")
-    rewrite(tmp_path / "out", lambda tensors, config: config.pop("eyas"))
-    assert load_export(tmp_path / "out").tap_ids == (2, 3, 5)
-    rewrite(tmp_path / "out", lambda tensors, config: config.pop("eagle_aux_hidden_state_layer_ids"))
-    assert load_export(tmp_path / "out").tap_ids == (2, 3, 5)
 
 
 # --- the command and its card -------------------------------------------------------------------------------

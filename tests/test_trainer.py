@@ -375,7 +375,7 @@ def test_tensorboard_and_wandb_are_written(tmp_path: Path, monkeypatch: pytest.M
     rows = read_metrics(tmp_path / "metrics.jsonl", "train")
     assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4]
     assert [e.value for e in events.Scalars("train/alpha/2")] == pytest.approx([row["alpha"][2] for row in rows])
-    init = calls[0][1]
-    assert init["mode"] == "offline" and init["project"] == "p" and init["config"]["train"]["steps"] == 4
-    assert (tmp_path / "wandb_run_id").read_text().strip() == init["id"]
+    options = calls[0][1]
+    assert options["mode"] == "offline" and options["project"] == "p" and options["config"]["train"]["steps"] == 4
+    assert (tmp_path / "wandb_run_id").read_text().strip() == options["id"]
     assert calls[-1] == ("finish",)

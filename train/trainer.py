@@ -1,7 +1,7 @@
 """The training loop of every method: nothing here knows which drafter it trains, or on how many processes.
 
 Optimizer step s is a pure function of the weights, s and the configuration: its documents come from the plan
-(data/order.py), its learning rate from train/optim.py, its random numbers from (seed, s). So continuing from a
+(data/order.py), its learning rate from train/optim.py, its random numbers from bin_seed. So continuing from a
 checkpoint repeats exactly what an unbroken run would have done.
 """
 
@@ -71,7 +71,7 @@ class Trainer:
         self.cfg, self.run_dir, self.accelerator, self.frozen = cfg, run_dir, accelerator, frozen
         self.train_source, self.valid_source = train, valid
         t = cfg.train
-        self.spec = TrainSpec(Objective(t.loss, t.depth_weights, t.decay, t.chunk), t.depths)
+        self.spec = TrainSpec(Objective(t.loss, t.depth_weights, t.decay, t.chunk, t.depth_keep), t.depths)
         # Documents without a slot have no gradient, and a step of nothing else would have no denominator.
         self.documents = [d for d, slots in enumerate(train.slots) if slots]
         if not self.documents:
@@ -124,17 +124,18 @@ class Trainer:
         """One optimizer step: this process's bins, gradients over the valid slots of all processes' bins."""
         accelerator, world = self.accelerator, self.accelerator.num_processes
         bins = [[self.documents[d] for d in members] for members in self.plan.bins(step)]
-        mine = bins[accelerator.process_index :: world]
+        mine = range(accelerator.process_index, len(bins), world)
         # Processes average their gradients; the sum over all slots is wanted, divided by their number. A process
         # without a bin joins in with another's bin at weight zero.
         weight = world / sum(self.train_source.slots[d] for docs in bins for d in docs) if mine else 0.0
-        micro_steps = mine or bins[:1]
-        torch.manual_seed(self.cfg.seed * 1_000_003 + step * world + accelerator.process_index)
+        micro_steps = mine or range(1)
         set_lr(self.optimizer, lr_factor(step, self.total, self.cfg.optim))
-        for i, docs in enumerate(micro_steps):
-            batch = self.train_source.batch(docs).to(accelerator.device)
-            with micro_step(accelerator, self.model, last=i + 1 == len(micro_steps)):
-                score = self.model(batch, self.frozen, self.spec)
+        for number in micro_steps:
+            batch = self.train_source.batch(bins[number]).to(accelerator.device)
+            seed = bin_seed(self.cfg.seed, step, number)
+            torch.manual_seed(seed)
+            with micro_step(accelerator, self.model, last=number == micro_steps[-1]):
+                score = self.model(batch, self.frozen, replace(self.spec, seed=seed))
                 accelerator.backward(score.loss_sum * weight)
             if mine:
                 self.window.add(score)
@@ -181,10 +182,11 @@ class Trainer:
         walks = torch.zeros(2, 2, dtype=torch.float64)
         documents = [d for d, slots in enumerate(source.slots) if slots]
         bins = plan_epoch([source.lengths[d] for d in documents], seed=0, epoch=0, bin_tokens=self.cfg.train.bin_tokens)
+        spec = replace(self.spec, objective=replace(self.spec.objective, depth_keep=1.0), per_slot=True)
         self.drafter.eval()
         for members in bins[accelerator.process_index :: accelerator.num_processes]:
             batch = source.batch([documents[d] for d in members]).to(accelerator.device)
-            score = self.drafter(batch, self.frozen, replace(self.spec, per_slot=True))
+            score = self.drafter(batch, self.frozen, spec)
             totals.add(score)
             assert score.match_slots is not None and score.alpha_slots is not None
             index, valid = score.slots.index, score.slots.valid[: self.chain]
@@ -361,6 +363,11 @@ def trainable(frozen: FrozenTarget) -> int:
     """Trainable numbers among a frozen target's tensors: always 0, and shown to be."""
     tensors = [frozen.embedding, frozen.head, frozen.head_bias, frozen.final_norm, *frozen.last_layer.values()]
     return sum(t.numel() for t in tensors if t is not None and t.requires_grad)
+
+
+def bin_seed(seed: int, step: int, number: int) -> int:
+    """Seed of everything random about a bin of a step, on whichever process it runs."""
+    return ((seed * 1_000_003 + step) * 1_009 + number) % (1 << 62)
 
 
 def rates(values: Sequence[float]) -> str:

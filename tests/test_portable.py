@@ -1,0 +1,168 @@
+"""Serving folders: every way in which one can be wrong, how one replaces another, and those of other trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.errors import EyasError
+from models.portable import check_export, load_export, open_drafter, write_export
+from scripts.export import export
+from tests.drafters import random_frozen
+from tests.exports import Spoil, exported, make, rewrite
+
+# --- folders that are wrong ---------------------------------------------------------------------------------
+
+
+def drop(name: str) -> Spoil:
+    return lambda tensors, config: tensors.pop(name)
+
+
+def put(name: str, value: Tensor) -> Spoil:
+    return lambda tensors, config: tensors.update({name: value})
+
+
+def edit(name: str, change: Callable[[Tensor], Any]) -> Spoil:
+    return lambda tensors, config: change(tensors[name])
+
+
+def configure(**values: Any) -> Spoil:
+    return lambda tensors, config: config.update(values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "names"),
+    [
+        (drop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight: missing"),
+        (drop("d2t"), "d2t: missing; 12 draft tokens"),
+        (drop("t2d"), "t2d: missing"),
+        (put("embed_tokens.weight", torch.zeros(40, 32)), "embed_tokens.weight: unexpected"),
+        (put("fc.bias", torch.zeros(32)), "fc.bias: unexpected"),
+        (put("fc.weight", torch.zeros(32, 64)), r"fc.weight: has shape \[32, 64\], config.json asks for \[32, 96\]"),
+        (put("norm.weight", torch.ones(32, dtype=torch.float16)), "norm.weight: is torch.float16"),
+        (put("d2t", torch.arange(12, dtype=torch.int32)), "d2t: is torch.int32"),
+        (edit("norm.weight", lambda t: t[3].fill_(float("nan"))), "norm.weight: 1 of 32 values are NaN"),
+        (edit("lm_head.weight", lambda t: t[3, 4].fill_(float("inf"))), "lm_head.weight: 1 of 384"),
+        (edit("d2t", lambda t: t[11].fill_(29)), r"d2t: its target ids .* within 0\.\.39"),
+        (edit("d2t", lambda t: t[0].fill_(-1)), r"d2t: its target ids .* within 0\.\.39"),
+        (edit("d2t", lambda t: t[5].fill_(-4)), "d2t: its target ids .* ascend"),
+        (edit("t2d", lambda t: t.fill_(True)), "t2d: does not mark"),
+        (configure(torch_dtype="bfloat16"), "dtype=float32 and torch_dtype=bfloat16"),
+        (configure(fc_norm=True), "fc_norm.0.weight: missing"),
+        (configure(bias=True), "bias=True is not supported"),
+        (configure(norm_before_residual=True), "norm_before_residual=True is not supported"),
+        (configure(num_hidden_layers=32), "num_hidden_layers=32 is not supported"),
+        (configure(num_aux_hidden_states=4), "num_aux_hidden_states=4"),
+        (configure(architectures=["LlamaForCausalLM"]), "architectures=.*LlamaForCausalLM"),
+        (configure(draft_vocab_size=40), "d2t: must be absent"),
+        (configure(head_dim=8), "midlayer.self_attn.q_proj.weight: has shape"),
+    ],
+)
+def test_a_wrong_folder_is_named(tmp_path: Path, spoil: Spoil, names: str) -> None:
+    exported(tmp_path / "out")
+    rewrite(tmp_path / "out", spoil)
+    with pytest.raises(EyasError, match=names):
+        check_export(tmp_path / "out")
+
+
+def test_no_folder_and_no_json(tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match="not a serving folder"):
+        load_export(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(EyasError, match="not a serving folder"):
+        load_export(tmp_path)
+
+
+def test_values_no_dtype_can_hold(tmp_path: Path) -> None:
+    drafter, frozen = make()
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = 1e5
+    with pytest.raises(EyasError, match=r"fc.weight: 1e\+05 overflows float16"):
+        export(drafter, frozen, tmp_path / "out", dtype="float16", target_name="t")
+    with torch.no_grad():
+        drafter.fc.weight[0, 0] = float("nan")
+    with pytest.raises(EyasError, match="fc.weight: 1 of 3072 values"):
+        export(drafter, frozen, tmp_path / "out", target_name="t")
+    with pytest.raises(EyasError, match=r"export\.dtype=int8"):
+        export(make()[0], frozen, tmp_path / "out", dtype="int8", target_name="t")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- replacing an export ------------------------------------------------------------------------------------
+
+
+def test_a_failed_export_leaves_the_earlier_one(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    drafter, frozen = make()
+    with torch.no_grad():
+        drafter.norm.weight.fill_(float("inf"))
+    with pytest.raises(EyasError):
+        export(drafter, frozen, tmp_path / "out", target_name="t")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_later_export_replaces_the_earlier_one(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    _, config = exported(tmp_path / "out", draft=20)
+    assert config["draft_vocab_size"] == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_killed_between_the_two_renames(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    drafter, frozen = make()
+    tensors, config = drafter.serving(frozen)
+    with pytest.raises(EyasError):
+        write_export(tensors | {"extra": torch.zeros(1)}, config, tmp_path / "out", "float32")
+    check_export(tmp_path / "out")  # the earlier export is back
+
+
+def test_other_files_are_never_deleted(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    drafter, frozen = make()
+    with pytest.raises(EyasError, match="thesis.tex"):
+        export(drafter, frozen, tmp_path, target_name="t")
+    with pytest.raises(EyasError, match="is a file"):
+        export(drafter, frozen, tmp_path / "thesis.tex", target_name="t")
+    assert (tmp_path / "thesis.tex").read_text() == "x"
+
+
+# --- reading folders of other trainers ----------------------------------------------------------------------
+
+
+def test_other_names_and_older_configs(tmp_path: Path) -> None:
+    """layers.0 and a model. prefix, Transformers-4 rope keys, no head_dim, no own note."""
+    drafter, frozen = make(frozen=random_frozen(head_dim=8, num_hidden_layers=12), taps=(2, 6, 9))
+    write_export(*drafter.serving(frozen), tmp_path / "out", "float32")
+
+    def foreign(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        renamed = {"model." + n.replace("midlayer.", "layers.0."): t for n, t in tensors.items() if "2" not in n}
+        kept = {name: tensors[name] for name in ("d2t", "t2d")}
+        tensors.clear()
+        tensors |= renamed | kept
+        for key in ("eyas", "rope_parameters", "head_dim", "dtype", "num_aux_hidden_states"):
+            del config[key]
+
+    rewrite(tmp_path / "out", foreign)
+    with pytest.raises(EyasError, match="target_layers"):
+        load_export(tmp_path / "out")
+    read = open_drafter(tmp_path / "out", target_layers=12)
+    assert read.tap_ids == (2, 6, 9)
+    assert read.architecture() == drafter.architecture()
+    assert all(torch.equal(t, drafter.state_dict()[n]) for n, t in read.state_dict().items())
+
+
+def test_layer_ids_of_either_convention_are_read(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    rewrite(tmp_path / "out", lambda tensors, config: config.pop("eyas"))
+    assert load_export(tmp_path / "out").tap_ids == (2, 3, 5)
+    rewrite(tmp_path / "out", lambda tensors, config: config.pop("eagle_aux_hidden_state_layer_ids"))
+    assert load_export(tmp_path / "out").tap_ids == (2, 3, 5)
