@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 
 from data.conversations import Message, conversation_of, role_table
 from data.rejects import RowRejected
@@ -31,6 +32,8 @@ def read_prompts(
 
     context: the target's context length, which a prompt must leave room in. Raises EyasError if none is usable.
     """
+    if not Path(path).exists():
+        raise EyasError(f"verify.prompts={path}: no such file (looked in {Path.cwd()})")
     table = role_table(roles)
     ids = (template.prompt_ids(messages) for messages in _questions(path, table))
     prompts = usable(ids, limit=limit, context=context)

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import PretrainedConfig
 
 from conf.schema import Config, VerifyConfig
-from data.prepare import read_corpus
+from data.prepare import TargetFiles, read_corpus
 from data.template import ChatTemplate
 from eval.metrics import DEFINITION, acceptance, counted, ratio, uncut
 from eval.prompts import read_prompts, usable
@@ -32,7 +33,6 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.load_frozen import read_config
 from models.portable import open_drafter
-from models.pypi import resolve
 from models.target import Target
 
 WARM_UP = 8  # tokens decoded before the clock counts
@@ -51,7 +51,7 @@ class Bench:
     seed: int = 0
 
     def limits(self, new: int | None = None) -> Limits:
-        return Limits(new or self.verify.max_new_tokens, self.target.eos_ids, context_length(self.target))
+        return Limits(new or self.verify.max_new_tokens, self.target.eos_ids, context_length(self.target.config))
 
     def sampling(self, temperature: float) -> Sampling:
         return Sampling(temperature, self.verify.top_k, self.verify.top_p)
@@ -229,9 +229,9 @@ def settings(bench: Bench, prompts: list[list[int]], about: Mapping[str, Any]) -
     }
 
 
-def context_length(target: Target) -> int | None:
-    """Longest text the target's positions allow."""
-    found = getattr(target.config, "max_position_embeddings", None)
+def context_length(config: PretrainedConfig) -> int | None:
+    """Longest text the positions of a target with this text config allow."""
+    found = getattr(config, "max_position_embeddings", None)
     return None if found is None else int(found)
 
 
@@ -247,24 +247,18 @@ def evaluate_run(cfg: Config) -> dict[str, Any]:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
     run = Path(cfg.output_dir)
     source = drafter_folder(cfg.drafter_path, run)
-    folder = resolve(t.path, revision=t.revision, trust_remote_code=t.trust_remote_code)
-    layers = int(read_config(Path(folder), t.trust_remote_code).get_text_config(decoder=True).num_hidden_layers)
-    drafter = open_drafter(source, target_layers=layers).to(device)
-    target = Target.load(
-        folder,
-        dtype=t.dtype,
-        taps=drafter.tap_ids,
-        device=device,
-        trust_remote_code=t.trust_remote_code,
-        chat_template=t.chat_template,
-    )
-    if drafter.vocab.size != target.vocab_size:
+    how: dict[str, Any] = {"trust_remote_code": t.trust_remote_code, "chat_template": t.chat_template}
+    files = TargetFiles.open(t.path, revision=t.revision, **how)
+    config = read_config(files.folder, t.trust_remote_code).get_text_config(decoder=True)
+    drafter = open_drafter(source, target_layers=int(config.num_hidden_layers)).to(device)
+    if drafter.vocab.size != config.vocab_size:
         raise EyasError(
-            f"{source}: drafts for a vocabulary of {drafter.vocab.size}, target.path={t.path} has {target.vocab_size}; "
+            f"{source}: drafts for a vocabulary of {drafter.vocab.size}, target.path={t.path} has {config.vocab_size}; "
             "it was trained for another target"
         )
-    template = ChatTemplate(target.tokenizer, None, t.template_kwargs, cfg.data.supervise, eos_ids=target.eos_ids)
-    prompts, origin = find_prompts(cfg, template, context_length(target))
+    template = ChatTemplate(files.tokenizer, None, t.template_kwargs, cfg.data.supervise, eos_ids=files.eos_ids)
+    prompts, origin = find_prompts(cfg, template, context_length(config))  # before the weights: a mistake shows at once
+    target = Target.load(str(files.folder), dtype=t.dtype, taps=drafter.tap_ids, device=device, **how)
     about = {"target": t.path, "drafter": str(source), "prompt_source": origin, "template": template.fingerprint()[:16]}
     return measure(target, drafter, target.frozen(), prompts, cfg.verify, run, seed=cfg.seed, about=about)
 

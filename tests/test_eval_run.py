@@ -126,6 +126,8 @@ def test_prompts_of_both_kinds(target: Target, tmp_path: Path) -> None:
     asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert [target.tokenizer.decode(p) for p in prompts] == [asked, asked, "<|im_start|>system\nS<|im_end|>\n" + asked]
     assert read_prompts(str(path), template, limit=1) == prompts[:1]
+    with pytest.raises(EyasError, match="verify.prompts=nowhere: no such file"):
+        read_prompts("nowhere", template, limit=1)
     path.write_text('{"turns": []}\n')
     with pytest.raises(EyasError, match="verify.prompts"):
         read_prompts(str(path), template, limit=10)

@@ -196,7 +196,7 @@ def test_rope_reaches_readers_as_trained(tmp_path: Path, rope: dict[str, Any]) -
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}], ids=str)
-def test_engine_unroll_and_session_agree(tmp_path: Path, flags: dict[str, bool], dtype: str) -> None:
+def test_engine_unroll_and_session_agree(tmp_path: Path, flags: dict[str, Any], dtype: str) -> None:
     drafter, frozen = make(**flags)
     export(drafter, frozen, tmp_path / "out", dtype=dtype, target_name="t")
     proof = rescore(tmp_path / "out", drafter, frozen, dtype)

@@ -274,7 +274,7 @@ def test_every_proposal_equals_that_of_a_drafter_built_anew(load: Callable[[str]
 
 # --- the distribution of sampled text -----------------------------------------------------------------------
 
-VOCAB, LENGTH, TRIALS, FALSE_ALARM = 4, 3, 2000, 1e-3
+VOCAB, LENGTH, TRIALS, FALSE_ALARM = 4, 3, 1200, 1e-3
 
 
 class MarkovTarget:
