@@ -67,7 +67,7 @@ class TrainConfig:
     decay: float = 0.8
     depth_keep: float = 1.0  # share of slots kept from one depth to the next; below 1: faster, noisier deep depths
     chunk: int = 256  # slots scored at a time
-    precision: str = "fp32"  # fp32 | bf16
+    precision: str = "fp32"  # fp32 | bf16 (float32 weights, bfloat16 products) | auto (bf16 where the hardware has it)
     log_every: int = 10
     eval_every: int = 0  # steps between validations; 0: eight times a run
     save_every: int = 0  # steps between checkpoints; 0: at every validation

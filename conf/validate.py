@@ -33,7 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optim.schedule": ("cosine", "wsd", "constant"),
     "train.loss": ("ce", "kl", "lk", "tv", "expected_length"),
     "train.depth_weights": ("decay", "dpace"),
-    "train.precision": ("fp32", "bf16"),
+    "train.precision": ("auto", "fp32", "bf16"),
     "export.dtype": ("bfloat16", "float16", "float32"),
     "tracker.wandb": ("offline", "online", "disabled"),
 }

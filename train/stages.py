@@ -34,7 +34,7 @@ from models.target import Target
 from models.vocab import DraftVocab
 from train.checkpoint import STATE, best_checkpoint, digest, write_text
 from train.drift import settle_config
-from train.strategy import build_accelerator
+from train.strategy import build_accelerator, pick_precision
 from train.trainer import Fitted, Trainer
 
 STAGES = "stages.json"  # what evaluation and export were made from
@@ -49,6 +49,7 @@ def walk(cfg: Config) -> float | None:
         torch.set_num_threads(cfg.threads)
     run_dir = Path(cfg.output_dir or Path("outputs") / cfg.name)
     cfg = replace(cfg, output_dir=str(run_dir), drafter_path=None)  # what is measured and exported is this run's
+    cfg.train.precision = pick_precision(cfg.train.precision, cfg.device)  # what config.yaml keeps
     accelerator = build_accelerator(cfg.strategy, device=cfg.device, precision=cfg.train.precision)
     main = accelerator.is_main_process
     begun = any((run_dir / "checkpoints").glob("step_*"))
@@ -75,12 +76,17 @@ def gather(cfg: Config, accelerator: Accelerator, run_dir: Path) -> Inputs:
     return inputs
 
 
+def frozen_dtype(cfg: Config, accelerator: Accelerator) -> torch.dtype:
+    """The exact teacher wants float32 products, which only CUDA makes from half-precision weights."""
+    return PRECISION[cfg.train.precision] if accelerator.device.type == "cuda" else torch.float32
+
+
 def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) -> Fitted:
     """Features, draft vocabulary and drafter, then the training loop."""
     train, valid = feature_sources(cfg, accelerator, inputs)
     if valid is None:
         log.warning("nothing is held out (data.valid_fraction=0): the last checkpoint counts as the best")
-    frozen = load_frozen(inputs.files.folder).to(accelerator.device, PRECISION[cfg.train.precision])
+    frozen = load_frozen(inputs.files.folder).to(accelerator.device, frozen_dtype(cfg, accelerator))
     drafter = build_drafter(cfg, frozen, inputs)
     content = {
         "training features": inputs.key(inputs.corpus.train),

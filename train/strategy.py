@@ -32,6 +32,18 @@ def pick_device(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
+def pick_precision(precision: str, device: str) -> str:
+    """fp32 or bf16; auto is bf16 where the device multiplies bfloat16 natively, as emulation is slower than float32."""
+    if precision not in (*PRECISIONS, "auto"):
+        raise EyasError(f"train.precision={precision}: must be one of {', '.join(PRECISIONS)} or auto")
+    if precision != "auto":
+        return precision
+    if pick_device(device) == "cuda":
+        return "bf16" if torch.cuda.get_device_capability() >= (8, 0) else "fp32"
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if native else "fp32"
+
+
 def build_accelerator(strategy: Mapping[str, Any], *, device: str = "auto", precision: str = "fp32") -> Accelerator:
     """The accelerator of this run: one process, or one of ``WORLD_SIZE`` started by torchrun or accelerate.
 
@@ -41,8 +53,7 @@ def build_accelerator(strategy: Mapping[str, Any], *, device: str = "auto", prec
     name = str(strategy.get("name", "none"))
     if name not in STRATEGIES:
         raise EyasError(f"strategy={name}: must be one of {', '.join(STRATEGIES)}")
-    if precision not in PRECISIONS:
-        raise EyasError(f"train.precision={precision}: must be one of {', '.join(PRECISIONS)}")
+    precision = pick_precision(precision, device)
     on_cpu = pick_device(device) == "cpu"
     world = int(os.environ.get("WORLD_SIZE", "1"))
     _forget_previous_run(keep_processes=world > 1)
