@@ -241,12 +241,18 @@ def context_length(config: PretrainedConfig) -> int | None:
 def evaluate_run(cfg: Config) -> dict[str, Any]:
     """Measure ``drafter_path``, or this run's best checkpoint, into report.json of the run's folder."""
     assert cfg.output_dir is not None
+    bench, prompts, about = load_bench(cfg)
+    models = bench.target, bench.drafter, bench.frozen
+    return measure(*models, prompts, cfg.verify, cfg.output_dir, seed=cfg.seed, about=about)
+
+
+def load_bench(cfg: Config) -> tuple[Bench, list[list[int]], dict[str, Any]]:
+    """The models and prompts that a configuration asks for, and what the report says about them."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     t = cfg.target
     device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
-    run = Path(cfg.output_dir)
-    source = drafter_folder(cfg.drafter_path, run)
+    source = drafter_folder(cfg.drafter_path, Path(cfg.output_dir or "."))
     how: dict[str, Any] = {"trust_remote_code": t.trust_remote_code, "chat_template": t.chat_template}
     files = TargetFiles.open(t.path, revision=t.revision, **how)
     config = read_config(files.folder, t.trust_remote_code).get_text_config(decoder=True)
@@ -260,7 +266,7 @@ def evaluate_run(cfg: Config) -> dict[str, Any]:
     prompts, origin = find_prompts(cfg, template, context_length(config))  # before the weights: a mistake shows at once
     target = Target.load(str(files.folder), dtype=t.dtype, taps=drafter.tap_ids, device=device, **how)
     about = {"target": t.path, "drafter": str(source), "prompt_source": origin, "template": template.fingerprint()[:16]}
-    return measure(target, drafter, target.frozen(), prompts, cfg.verify, run, seed=cfg.seed, about=about)
+    return Bench(target, drafter.eval(), target.frozen(), cfg.verify, cfg.seed), prompts, about
 
 
 def drafter_folder(path: str | None, run: Path) -> Path:
