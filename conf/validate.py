@@ -39,6 +39,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 AT_LEAST: dict[str, int] = {
+    "seed": 0,
     "threads": 0,
     "data.max_length": 3,  # fewer tokens than the first draft needs
     "data.max_documents": 1,
@@ -93,6 +94,8 @@ UNUSED: tuple[Conflict, ...] = (
     ("optim.decay", lambda c: c.optim.schedule != "wsd", "optim.schedule is not wsd"),
     ("optim.min_lr", lambda c: c.optim.schedule == "constant", "optim.schedule is constant"),
     ("train.decay", lambda c: c.train.depth_weights != "decay", "train.depth_weights is not decay"),
+    ("train.decay", lambda c: c.train.loss == "expected_length", "train.loss=expected_length weighs depths itself"),
+    ("train.depth_weights", lambda c: c.train.loss == "expected_length", "train.loss=expected_length needs none"),
     ("store.dir", lambda c: c.features == "online", "features is online"),
     ("verify.top_k", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)"),
     ("verify.top_p", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)"),
@@ -120,7 +123,11 @@ def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tu
     cfg.data.path = packaged("data.path", cfg.data.path)
     cfg.data.valid_path = packaged("data.valid_path", cfg.data.valid_path)
     cfg.verify.prompts = packaged("verify.prompts", cfg.verify.prompts)
-    return cfg, notes(cfg, overrides)
+    check_late_inputs(cfg, job)
+    found = notes(cfg, overrides)
+    if job == "train" and cfg.drafter_path is not None:
+        found.append("drafter_path has no effect on train, which measures its own drafter; see train.init_from")
+    return cfg, found
 
 
 def check_keys(composed: DictConfig, prefix: str = "") -> None:
@@ -147,6 +154,18 @@ def require_data(cfg: Config, job: str) -> None:
         )
 
 
+def check_late_inputs(cfg: Config, job: str) -> None:
+    """What is only read after hours of work must be there from the start."""
+    needed = {"train.init_from": cfg.train.init_from} if job == "train" else {}
+    if job in ("train", "eval"):
+        needed["verify.prompts"] = cfg.verify.prompts
+        if cfg.data.supervise == "all" and cfg.verify.prompts is None:
+            refuse(cfg, "data.supervise", "leaves no prompt to measure on; give verify.prompts=FILE")
+    for key, path in needed.items():
+        if path is not None and not Path(path).expanduser().exists():
+            refuse(cfg, key, f"no such file or folder (looked in {Path.cwd()})")
+
+
 def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
     """Raise EyasError for the first impossible value or combination."""
     for key, allowed in CHOICES.items():
@@ -161,6 +180,8 @@ def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
     check_name(cfg)
     check_lists(cfg)
     check_schedule(cfg)
+    if cfg.train.depth_keep < 1 and (cfg.train.loss == "expected_length" or cfg.train.depth_weights == "dpace"):
+        refuse(cfg, "train.depth_keep", "train.loss=expected_length and train.depth_weights=dpace need every depth: 1.0")
     check_strategy(cfg.strategy)
     check_drafter(cfg.drafter)
     typed = typed_keys(overrides)

@@ -19,15 +19,16 @@ def main(cfg: Config) -> None:
 
     from data.prepare import Inputs, open_target
     from data.preview import print_preview
+    from models.device import pick_device
     from models.target import Target
 
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
+    device = pick_device(cfg.device)
     rejects_dir = Path(cfg.output_dir) if cfg.output_dir else None
     target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
     inputs = Inputs.gather(open_target(target), target=target, data=data, store=store, rejects_dir=rejects_dir)
     print_preview(inputs.corpus.train, inputs.files.tokenizer)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
 
     @cache
     def load_target() -> Target:

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ def _read_json(stream: Stream, file: str) -> Iterator[Row]:
     """Told apart by content, not by suffix: an array, objects over several lines, or one object a line."""
     try:
         head = stream.peek(CHUNK)
-    except (EOFError, OSError) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise EyasError(f"{file}: cannot be read: {error}") from None
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise EyasError(f"{file}: is UTF-16; save it as UTF-8")
@@ -107,7 +108,7 @@ def _pieces(stream: Stream, file: str) -> Iterator[bytes]:
             first = False
     except EOFError:
         return
-    except OSError as error:
+    except (OSError, zlib.error) as error:
         raise EyasError(f"{file}: cannot be read: {error}") from None
 
 

@@ -94,7 +94,7 @@ class DrafterProposer:
         tokens, q, logits = list[Tensor](), list[Tensor](), self.logits
         for depth in range(min(self.gamma, limit)):
             if depth:
-                parent = torch.tensor([depth - 2], device=self.vocab_ids.device)
+                parent = torch.tensor([depth - 2])  # on the host: the session asks for its value
                 logits = self.session.expand(parent, tokens[-1])[0]
             tokens.append(self.choose(logits, tokens, q))
         return DraftTree.chain(torch.cat(tokens), q) if tokens else DraftTree.empty(self.vocab_ids.device)

@@ -19,7 +19,8 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from conf.schema import Config, VerifyConfig
-from data.prepare import TargetFiles, read_corpus
+from data.encode import load_examples
+from data.prepare import Corpus, TargetFiles, read_corpus
 from data.template import ChatTemplate
 from eval.metrics import DEFINITION, acceptance, counted, ratio, uncut
 from eval.prompts import read_prompts, usable
@@ -28,6 +29,7 @@ from eval.report import print_report, write_report
 from eval.sampling import Sampling
 from eval.simulated import Text, can_simulate, measured_alike, simulate
 from eval.speculate import Decoder, Generation, Limits, generate, output_text
+from models.device import pick_device
 from models.drafter import Drafter
 from models.errors import EyasError
 from models.frozen import FrozenTarget
@@ -251,7 +253,7 @@ def load_bench(cfg: Config) -> tuple[Bench, list[list[int]], dict[str, Any]]:
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     t = cfg.target
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if cfg.device == "auto" else cfg.device
+    device = pick_device(cfg.device)
     source = drafter_folder(cfg.drafter_path, Path(cfg.output_dir or "."))
     how: dict[str, Any] = {"trust_remote_code": t.trust_remote_code, "chat_template": t.chat_template}
     files = TargetFiles.open(t.path, revision=t.revision, **how)
@@ -289,16 +291,12 @@ def find_prompts(cfg: Config, template: ChatTemplate, context: int | None) -> tu
     if verify.prompts is not None:
         found = read_prompts(verify.prompts, template, limit=verify.max_prompts, context=context, roles=data.roles)
         return found, Path(verify.prompts).name
-    corpus = read_corpus(
-        template,
-        path=data.path if data.path is not None else data.valid_path,
-        valid_path=data.valid_path,
-        valid_fraction=data.valid_fraction,
-        max_length=data.max_length,
-        max_documents=data.max_documents,
-        roles=data.roles,
-        split=data.split,
-    )
+    how: dict[str, Any] = {"max_length": data.max_length, "roles": data.roles, "split": data.split}
+    if data.valid_path is not None:  # the training data need not be read
+        corpus = Corpus([], load_examples(data.valid_path, template, **how).examples)
+    else:
+        held: dict[str, Any] = {"valid_path": None, "valid_fraction": data.valid_fraction}
+        corpus = read_corpus(template, path=data.path, max_documents=data.max_documents, **held, **how)
     found = usable(iter(corpus.prompts()), limit=verify.max_prompts, context=context)
     if not found:
         raise EyasError("verify.prompts: no held-out conversation gives a prompt; name a file of prompts")

@@ -43,7 +43,7 @@ class Batch:
     def doc_starts(self) -> Tensor:
         """Index of the first token of each token's document, [T] int64."""
         cu = self.cu_seqlens.long()
-        return torch.repeat_interleave(cu[:-1], cu.diff())
+        return torch.repeat_interleave(cu[:-1], cu.diff(), output_size=self.num_tokens)  # else the host would wait
 
     def to(self, device: torch.device | str) -> Batch:
         return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
@@ -89,7 +89,7 @@ def valid_slots(supervised: Tensor, cu_seqlens: Tensor, depths: int) -> Tensor:
     """
     total = supervised.shape[0]
     cu = cu_seqlens.long()
-    last = torch.repeat_interleave(cu[1:], cu.diff()) - 1
+    last = torch.repeat_interleave(cu[1:], cu.diff(), output_size=total) - 1
     token = torch.arange(total, device=supervised.device)
     # The run that starts at t ends before the first unsupervised token or the document's end.
     stop = torch.where(supervised & (token != last), total, torch.where(supervised, token + 1, token))

@@ -23,6 +23,7 @@ from models.drafter import Drafter
 from models.eagle3_serving import eagle3_config, read_eagle3
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.layers import MLP, Attention, RMSNorm
 from models.portable import fill_module
 from models.rope import apply_rope, rope_parameters
 from models.vocab import DraftVocab
@@ -88,41 +89,6 @@ class Eagle3Config:
         )
 
 
-class RMSNorm(nn.RMSNorm):
-    """Computes in its weight's dtype, so that the residual stream stays float32 under autocast."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class Attention(nn.Module):
-    """Projections of the draft layer; its input is twice the hidden size wide."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        wide, width = 2 * config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(wide, config.num_attention_heads * width, bias=False)
-        self.k_proj = nn.Linear(wide, config.num_key_value_heads * width, bias=False)
-        self.v_proj = nn.Linear(wide, config.num_key_value_heads * width, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * width, config.hidden_size, bias=False)
-
-    def split(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (-1, self.head_dim))
-
-
-class MLP(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class MidLayer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -130,8 +96,10 @@ class MidLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden, eps)  # of the embedding
         self.hidden_norm = RMSNorm(hidden, eps)  # of the feature
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.self_attn = Attention(
+            2 * hidden, hidden, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        )
+        self.mlp = MLP(hidden, config.intermediate_size)
 
     def inputs(self, embedding: Tensor, feature: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], -1)
@@ -175,6 +143,8 @@ class Eagle3Drafter(Drafter):
         super().check_options(options)
         if options.get("fc_norm") and options.get("norm_before_fc"):
             raise EyasError("drafter.fc_norm and drafter.norm_before_fc exclude each other")
+        if float(options.get("init_temper", 1.0)) <= 0:
+            raise EyasError(f"drafter.init_temper={options['init_temper']}: must be above 0")
 
     @classmethod
     def create(  # type: ignore[override]
@@ -193,10 +163,13 @@ class Eagle3Drafter(Drafter):
         init_head: bool = True,
         init_layer: bool = False,
         init_fc: bool = True,
+        init_temper: float = 0.3,
         seed: int = 0,
     ) -> Eagle3Drafter:
         """init_head: head rows and final norm from the target; init_layer: the layer from the target's last
-        one; init_fc: fc passes the last tap through. What is not initialised so is random from ``seed``."""
+        one; init_fc: fc passes the last tap through. What is not initialised so is random from ``seed``.
+        init_temper scales that norm: the tap passed through names the token just read with a confidence that
+        would otherwise have to be unlearned first."""
         config = Eagle3Config.for_target(
             frozen.config,
             tuple(tap_ids),
@@ -221,7 +194,7 @@ class Eagle3Drafter(Drafter):
             if init_head:
                 drafter.lm_head.weight.copy_(frozen.head[vocab.ids.to(frozen.head.device)])
                 if frozen.final_norm is not None:
-                    drafter.norm.weight.copy_(frozen.final_norm)
+                    drafter.norm.weight.copy_(frozen.final_norm * init_temper)
             if init_layer:
                 drafter._init_layer(frozen.last_layer)
         return drafter

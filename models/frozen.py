@@ -72,7 +72,7 @@ class FrozenTarget:
     softcap: float | None = None
     final_norm: Tensor | None = None
     last_layer: dict[str, Tensor] = field(default_factory=dict)
-    _rows: dict[int, tuple[Tensor, Tensor | None, Tensor]] = field(default_factory=dict, repr=False)
+    _rows: tuple[DraftVocab, Tensor, Tensor | None, Tensor] | None = field(default=None, repr=False)
 
     @property
     def hidden_size(self) -> int:
@@ -87,13 +87,13 @@ class FrozenTarget:
 
     def teacher(self, batch: Batch, vocab: DraftVocab) -> Teacher:
         """The teacher of a batch, restricted to the rows of the draft vocabulary (rows gathered once)."""
-        if id(vocab) not in self._rows:
+        if self._rows is None or self._rows[0] is not vocab:
             ids = vocab.ids.to(self.head.device)
             to_draft = torch.full((self.vocab_size,), -1, dtype=torch.int64, device=ids.device)
             to_draft[ids] = torch.arange(len(vocab), device=ids.device)
             bias = None if self.head_bias is None else self.head_bias[ids]
-            self._rows = {id(vocab): (self.head if vocab.is_full else self.head[ids], bias, to_draft)}
-        weight, bias, to_draft = self._rows[id(vocab)]
+            self._rows = (vocab, self.head if vocab.is_full else self.head[ids], bias, to_draft)
+        _, weight, bias, to_draft = self._rows
         top1 = to_draft[batch.top1]
         return Teacher(weight, bias, batch.final, batch.lse, top1, self.scale, self.softcap)
 

@@ -52,7 +52,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Objective:
-    """loss, depth weights and the number of slots scored at a time. See README for the formulas."""
+    """loss, depth weights and the number of slots scored at a time; formulas in :meth:`weighted`, :meth:`weights`."""
 
     loss: str = "ce"
     depth_weights: str = "decay"

@@ -104,6 +104,7 @@ def staged(folder: Path) -> Iterator[Path]:
         else:
             old.rename(folder)
     _refuse_foreign(folder)
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed run with this number: common in containers
     temporary.mkdir(parents=True)
     try:
         yield temporary

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.cache_utils import Cache, DynamicCache
 
 from models.errors import EyasError
-from models.frozen import FrozenTarget, cap_logits
+from models.frozen import FrozenTarget, cap_logits, linear_f32
 from models.load_frozen import (
     DTYPES,
     LAYERS,
@@ -284,13 +284,18 @@ class Target:
         return cap_logits(self.head(final).float(), self.scale, self.softcap)
 
     def _score(self, final: Tensor) -> tuple[Tensor, Tensor]:
-        """lse [N] and top1 [N] of states [N, H], a few rows at a time."""
+        """lse [N] and top1 [N] of states [N, H], a few rows at a time.
+
+        lse is that of float32 products, as the teacher (models/frozen.py) makes them again: with logits rounded to
+        bfloat16 the teacher's probabilities would be off by percents. top1 is what decoding in ``dtype`` takes.
+        """
         rows = max(1, LOGITS_AT_ONCE // self.vocab_size)
         lse, top1 = [], []
         for chunk in final.split(rows):
-            logits = self._logits(chunk)
-            lse.append(logits.logsumexp(-1))
-            top1.append(logits.argmax(-1))
+            raw = linear_f32(chunk, self.head.weight)
+            raw = raw if self.head.bias is None else raw + self.head.bias
+            lse.append(cap_logits(raw, self.scale, self.softcap).logsumexp(-1))
+            top1.append(cap_logits(raw.to(self.dtype).float(), self.scale, self.softcap).argmax(-1))
         return torch.cat(lse), torch.cat(top1)
 
     def _tree_mask(self, allowed: Tensor, positions: Tensor, past: int) -> Tensor | dict[str, Tensor]:

@@ -22,7 +22,7 @@ from models.portable import check_export
 from scripts.engine import engine_for
 
 LENGTHS = (23, 10)  # tokens of the two documents
-DEPTHS = 4
+DEPTHS = 7
 SAME = 1e-4  # between float32 computations of the same weights, relative to the largest logit
 ROUNDED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}  # rms deviation, relative to the logits' spread
 

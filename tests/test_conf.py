@@ -159,6 +159,11 @@ def debug_recipe() -> DictConfig:
     [
         (["train.bin_tokens=0"], ["train.bin_tokens=0", "at least 1"]),
         (["verify.gamma=0"], ["verify.gamma=0", "at least 1"]),
+        (["seed=-1"], ["seed=-1", "at least 0"]),
+        (["verify.prompts=nowhere.jsonl"], ["verify.prompts=nowhere.jsonl", "no such file"]),
+        (["train.init_from=nowhere"], ["train.init_from=nowhere", "no such file"]),
+        (["data.supervise=all"], ["data.supervise=all", "verify.prompts=FILE"]),
+        (["train.depth_keep=0.5", "train.depth_weights=dpace"], ["train.depth_keep=0.5", "dpace"]),
         (["drafter.draft_vocab_size=0"], ["drafter.draft_vocab_size=0", "at least 1"]),
         (["drafter.draft_vocab_size=-1"], ["drafter.draft_vocab_size=-1", "at least 1"]),
         (["drafter.draft_vocab_size=4.0"], ["drafter.draft_vocab_size=4.0", "int or null"]),

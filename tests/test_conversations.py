@@ -128,6 +128,14 @@ def test_truncated_tail_is_one_reject(tmp_path: Path, keep: int) -> None:
     assert 0 < len(conversations) < 6000 and [r.reason for r in log.rejects] == ["truncated_file"]
 
 
+def test_damaged_gzip_is_named(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(json.dumps([{"n": i} for i in range(20000)]).encode()))
+    packed[len(packed) // 2 : len(packed) // 2 + 64] = b"\xff" * 64
+    (tmp_path / "d.gz").write_bytes(packed)
+    with pytest.raises(EyasError, match="d.gz"):
+        read(tmp_path / "d.gz")
+
+
 def test_empty_files_are_named(tmp_path: Path) -> None:
     for i, data in enumerate((b"", b" \n\n", b"\xef\xbb\xbf", b"[]")):
         (tmp_path / f"{i}.json").write_bytes(data)

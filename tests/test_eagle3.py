@@ -125,11 +125,11 @@ def test_initialisation_from_the_target() -> None:
         "post_attention_layernorm": (32,),
     }
     frozen.last_layer = {f"{n}.weight": torch.randn(s, generator=generator) for n, s in shapes.items()}
-    drafter = Eagle3Drafter.create(frozen, vocab, TAPS, init_layer=True, init_fc=True, init_head=True)
+    drafter = Eagle3Drafter.create(frozen, vocab, TAPS, init_layer=True, init_fc=True, init_head=True, init_temper=0.5)
     taps = torch.randn(5, 96)
     assert torch.equal(drafter.fuse(taps), taps[:, 64:])  # fc passes the last tap through
     assert torch.equal(drafter.lm_head.weight, frozen.head[vocab.ids])
-    assert frozen.final_norm is not None and torch.equal(drafter.norm.weight, frozen.final_norm)
+    assert frozen.final_norm is not None and torch.equal(drafter.norm.weight, frozen.final_norm * 0.5)
     # the layer ignores the embedding and equals the target's on the feature
     x = taps[:, 64:]
     inputs = drafter.midlayer.inputs(torch.randn(5, 32), x)

@@ -12,14 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conf.schema import Config, DataConfig, OptimConfig, StoreConfig, TargetConfig, TrackerConfig, TrainConfig
+from conf.schema import Config, DataConfig, ExportConfig, OptimConfig, StoreConfig, TargetConfig, TrackerConfig, TrainConfig
 from data.prepare import Corpus, Inputs, open_target, split_held_out, token_counts
 from data.template import Example
 from models.checkpoint import load_drafter
 from models.errors import EyasError
+from models.portable import read_export
 from tests.tiny import tiny_target
 from train.drift import settle_config
-from train.stages import feature_sources, fit, gather, once
+from train.stages import export, feature_sources, file_digests, fit, gather, once
 from train.strategy import build_accelerator
 from train.trainer import Fitted
 
@@ -176,6 +177,29 @@ def test_once(tmp_path: Path) -> None:
         once(tmp_path, "stage", "k3", product, lambda: 1 / 0)
     once(tmp_path, "stage", "k3", product, lambda: work("e"))
     assert done == ["a", "c", "d", "e"]
+
+
+def test_export_follows_its_settings(target: str, tmp_path: Path) -> None:
+    """Another dtype or folder is another export; the same settings are done once."""
+    cfg = config(target, tmp_path, output_dir=str(tmp_path / "run"))
+    fitted = run(cfg, tmp_path / "run")
+    for changes in ({}, {"dtype": "float32"}, {"dir": str(tmp_path / "elsewhere")}):
+        export(replace(cfg, export=ExportConfig(**changes)), tmp_path / "run", fitted)
+    assert read_export(tmp_path / "run/export")[1]["dtype"] == "float32"
+    assert read_export(tmp_path / "elsewhere")[1]["dtype"] == "bfloat16"
+    card = tmp_path / "elsewhere" / "README.md"
+    card.unlink()
+    export(replace(cfg, export=ExportConfig(dir=str(tmp_path / "elsewhere"))), tmp_path / "run", fitted)
+    assert not card.exists()
+
+
+def test_edited_prompts_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("a")
+    before = file_digests(path)
+    assert file_digests(tmp_path) == before
+    path.write_text("b")
+    assert file_digests(path) != before
 
 
 def test_drift(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class TrainState:
     """Where a run stands after ``step`` optimizer steps; everything else is a function of step and config.
 
-    window: sums since the last logged row; best: {step, tau, chain} of the best validation; content: digests
+    window: sums since the last logged row; best: {step, chain, tau_t0, tau_t1} of the best validation; content: digests
     of what the run was fed (data, target, vocabulary), which a resumed run must match.
     """
 

@@ -5,6 +5,7 @@ target folder -> documents -> features -> draft vocabulary -> drafter -> fit -> 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import logging
@@ -165,8 +166,11 @@ def evaluate(cfg: Config, run_dir: Path, inputs: Inputs, fitted: Fitted) -> None
     """Measure tau of the best checkpoint with the verifier, into report.json."""
     from eval.run import evaluate_run
 
-    held_out = [example.input_ids for example in inputs.corpus.valid] if cfg.verify.prompts is None else []
-    made_from = [checkpoint_digest(fitted.checkpoint), asdict(cfg.verify), cfg.seed, digest(held_out)]
+    if cfg.verify.prompts is None:
+        asked: list[Any] = [example.input_ids for example in inputs.corpus.valid]
+    else:
+        asked = file_digests(Path(cfg.verify.prompts).expanduser())
+    made_from = [checkpoint_digest(fitted.checkpoint), asdict(cfg.verify), cfg.seed, digest(asked)]
     once(run_dir, "evaluation", digest(made_from), run_dir / "report.json", lambda: evaluate_run(cfg))
 
 
@@ -174,9 +178,10 @@ def export(cfg: Config, run_dir: Path, fitted: Fitted) -> None:
     """Write the serving folder of the best checkpoint."""
     from scripts.export import run_export
 
-    report = run_dir / "report.json"
-    made_from = [checkpoint_digest(fitted.checkpoint), report.read_text(encoding="utf-8") if report.exists() else ""]
-    once(run_dir, "export", digest(made_from), run_dir / "export" / "config.json", lambda: run_export(cfg))
+    report, folder = run_dir / "report.json", Path(cfg.export.dir or run_dir / "export")
+    measured = report.read_text(encoding="utf-8") if report.exists() else ""
+    made_from = [checkpoint_digest(fitted.checkpoint), measured, asdict(cfg.export)]
+    once(run_dir, "export", digest(made_from), folder / "config.json", lambda: run_export(cfg))
 
 
 def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], Any]) -> None:
@@ -188,6 +193,12 @@ def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], 
         return
     work()
     write_text(path, json.dumps(done | {stage: key}, indent=1) + "\n")
+
+
+def file_digests(path: Path) -> list[str]:
+    """Of a file, or of every file below a folder."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files]
 
 
 def checkpoint_digest(folder: Path) -> str:

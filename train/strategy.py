@@ -17,19 +17,11 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 
+from models.device import pick_device
 from models.errors import EyasError
 
 STRATEGIES = ("none", "ddp")
 PRECISIONS = {"fp32": "no", "bf16": "bf16"}
-
-
-def pick_device(device: str) -> str:
-    """The device type, cpu or cuda, that ``device`` stands for; auto is CUDA where there is one."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise EyasError(f"device={device}: must be auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EyasError("device=cuda: this PyTorch sees no CUDA device; use device=cpu or device=auto")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def pick_precision(precision: str, device: str) -> str:

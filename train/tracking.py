@@ -109,13 +109,16 @@ def _wandb(run_dir: Path, tracker: TrackerConfig, config: Mapping[str, Any]) -> 
     marker = run_dir / "wandb_run_id"
     if not marker.exists():
         write_text(marker, uuid.uuid4().hex[:12] + "\n")
-    return wandb.init(
-        project=tracker.project,
-        name=run_dir.name,
-        id=marker.read_text(encoding="utf-8").strip(),
-        resume="allow",
-        dir=str(run_dir),
-        mode="online" if tracker.wandb == "online" else "offline",
-        config=dict(config),
-        settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
-    )
+    try:
+        return wandb.init(
+            project=tracker.project,
+            name=run_dir.name,
+            id=marker.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            dir=str(run_dir),
+            mode="online" if tracker.wandb == "online" else "offline",
+            config=dict(config),
+            settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
+        )
+    except wandb.errors.Error as error:  # no login, no network
+        raise EyasError(f"tracker.wandb={tracker.wandb}: {error}; use tracker.wandb=offline") from error

@@ -1,0 +1,16 @@
+"""The device that a configuration's ``device`` key stands for."""
+
+from __future__ import annotations
+
+import torch
+
+from models.errors import EyasError
+
+
+def pick_device(device: str) -> str:
+    """The device type, cpu or cuda, that ``device`` stands for; auto is CUDA where there is one."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise EyasError(f"device={device}: must be auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EyasError("device=cuda: this PyTorch sees no CUDA device; use device=cpu or device=auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
