@@ -273,26 +273,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write under a temporary name, fsync, rename: a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with out_of_space(path), temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(temporary, path)
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Rename a whole, fsynced file to its final name and make the name itself durable."""
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 @contextmanager
 def out_of_space(path: Path) -> Iterator[None]:
     """Turn "disk full", "over quota" and "file too large" into a message that says how to go on."""

@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from models.files import write_atomic
 
 REJECTS = {
     # files
@@ -124,13 +125,7 @@ class RejectLog:
         return "\n".join(lines)
 
     def write(self, path: Path | str) -> None:
-        """Write one JSON object per rejected row, atomically (temporary name, fsync, rename)."""
+        """Write one JSON object per rejected row, atomically."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".tmp")
-        with part.open("w", encoding="utf-8") as out:
-            for reject in self.rejects:
-                out.write(json.dumps(asdict(reject)) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        part.replace(path)
+        write_atomic(path, "".join(json.dumps(asdict(reject)) + "\n" for reject in self.rejects))

@@ -27,9 +27,9 @@ from data.manifest import (
     file_blake2b,
     read_json,
     starts_of,
-    write_atomic,
 )
 from models.errors import EyasError
+from models.files import write_atomic
 
 OPEN_SHARDS = 16  # memory-mapped at a time
 VERIFIED = ".verified.json"

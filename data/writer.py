@@ -27,12 +27,11 @@ from data.manifest import (
     blake2b,
     file_blake2b,
     out_of_space,
-    publish,
     starts_of,
-    write_atomic,
 )
 from data.store import Stored, TokenFeatures, damage, is_finite
 from models.errors import EyasError
+from models.files import publish, write_atomic
 
 SHARD_FILE = "shard-{:05d}.safetensors"
 SHARD_FILES = "shard-*.safetensors"
@@ -168,7 +167,7 @@ class FeatureWriter:
                 file.discard()
                 raise
         self.manifest = self.manifest.with_shards([*self.manifest.shards, shard])
-        write_atomic(self.folder / MANIFEST, self.manifest.to_json())
+        self._write(MANIFEST, self.manifest.to_json())
 
     def _continue(self, fresh: Manifest) -> Manifest:
         for leftover in self.folder.glob("*.tmp"):
@@ -187,9 +186,13 @@ class FeatureWriter:
         if not documents.exists() or file_blake2b(documents) != manifest.documents_blake2b:
             data = self.documents.to_json()
             manifest = replace(manifest, documents_blake2b=blake2b(data))
-            write_atomic(documents, data)
-        write_atomic(self.folder / MANIFEST, manifest.to_json())
+            self._write(DOCUMENTS, data)
+        self._write(MANIFEST, manifest.to_json())
         return manifest
+
+    def _write(self, name: str, content: bytes) -> None:
+        with out_of_space(self.folder / name):
+            write_atomic(self.folder / name, content)
 
 
 def _lock(folder: Path) -> IO[bytes]:

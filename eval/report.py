@@ -11,13 +11,14 @@ report.json: definition (of tau), settings, and one entry of ``runs`` per temper
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from models.files import write_atomic
 
 REPORT, GENERATIONS = "report.json", "generations.jsonl"
 
@@ -26,19 +27,9 @@ def write_report(report: Mapping[str, Any], generations: Iterable[Mapping[str, A
     """Write both files, the report last: where it is, the other is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row, ensure_ascii=False) for row in generations)
-    replace_text(folder / GENERATIONS, "".join(f"{line}\n" for line in lines))
-    replace_text(folder / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
+    write_atomic(folder / GENERATIONS, "".join(f"{line}\n" for line in lines))
+    write_atomic(folder / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
     return folder / REPORT
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file's content in one move."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from models.checkpoint import ARCHITECTURE, drafter_class, load_drafter
 from models.drafter import Drafter
 from models.errors import EyasError
+from models.files import sync
 from models.vocab import DraftVocab
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -110,13 +111,13 @@ def staged(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in temporary.iterdir():
-            _sync(path)
-        _sync(temporary)
+            sync(path)
+        sync(temporary)
         if folder.exists():
             folder.rename(old)
         temporary.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -129,14 +130,6 @@ def _refuse_foreign(folder: Path) -> None:
     foreign = sorted(path.name for path in folder.iterdir() if path.name not in (WEIGHTS, CONFIG, CARD))
     if foreign:
         raise EyasError(f"{folder}: holds {foreign[0]}, which no export writes; export to a folder of its own")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- reading ------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     python -m scripts.lossless conf=eagle3_smollm2 verify.max_prompts=50 verify.max_new_tokens=64
 
-Takes the run's drafter (or drafter_path=...) and the prompts that ``python -m eval`` would take. The random drafter has
-the trained one's shape; the adversarial one knows the right text and leaves it after a varying number of tokens, so that
-every length of acceptance and rollback occurs. Ends with an error if any output differs in float32.
+Takes the run's drafter (or drafter_path=...) and the prompts that ``python -m eval`` would take. The random drafter
+has the trained one's shape; the adversarial one knows the right text and leaves it after a varying number of tokens,
+so that every length of acceptance and rollback occurs. Ends with an error if any output differs in float32.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from models.checkpoint import fill, read_weights, save_drafter
 from models.drafter import Drafter
 from models.errors import EyasError
+from models.files import sync, write_atomic
 
 OPTIMIZER = "optimizer.pt"
 STATE = "state.json"
@@ -81,11 +82,11 @@ class CheckpointDir:
         files = {path.name: _file_digest(path) for path in sorted(work.iterdir())}
         (work / STATE).write_text(json.dumps({**asdict(state), "files": files}, indent=1) + "\n", encoding="utf-8")
         for path in [*work.iterdir(), work]:
-            _fsync(path)
+            sync(path)
         if final.exists():  # broken: out of the way, now that its replacement is complete
             _remove(final)
         work.rename(final)
-        _fsync(self.root)
+        sync(self.root)
         return final
 
     def latest(self) -> Path | None:
@@ -114,7 +115,7 @@ class CheckpointDir:
         """Record the best checkpoint in best.json."""
         if best is not None:
             name = str(self.folder(best["step"]).relative_to(self.run_dir))
-            write_text(self.run_dir / BEST, json.dumps({"checkpoint": name, **best}, indent=1) + "\n")
+            write_atomic(self.run_dir / BEST, json.dumps({"checkpoint": name, **best}, indent=1) + "\n")
 
     def prune(self, best: dict[str, Any] | None) -> None:
         """Keep the newest ``keep_last`` checkpoints and the best one."""
@@ -145,14 +146,6 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file's content in one move."""
-    work = path.with_name(f"{TEMPORARY}{path.name}")
-    work.write_text(text, encoding="utf-8")
-    _fsync(work)
-    work.replace(path)
-
-
 def digest(parts: Iterable[Any]) -> str:
     """A short digest of a sequence of JSON-able values."""
     state = hashlib.blake2b(digest_size=16)
@@ -172,11 +165,3 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

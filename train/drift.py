@@ -11,7 +11,7 @@ import yaml
 
 from conf.schema import Config
 from models.errors import EyasError
-from train.checkpoint import write_text
+from models.files import write_atomic
 
 CONFIG = "config.yaml"
 
@@ -41,7 +41,7 @@ def settle_config(cfg: Config, run_dir: Path, *, begun: bool, write: bool) -> No
     if not begun or not path.exists():
         if write:
             run_dir.mkdir(parents=True, exist_ok=True)
-            write_text(path, yaml.safe_dump(_plain(now), sort_keys=False))
+            write_atomic(path, yaml.safe_dump(_plain(now), sort_keys=False))
         return
     changes = differences(yaml.safe_load(path.read_text(encoding="utf-8")), _plain(now))
     fatal = [line for key, line in changes.items() if not _harmless(key)]

@@ -28,12 +28,13 @@ from data.template import Example
 from models.checkpoint import drafter_class
 from models.drafter import Drafter
 from models.errors import EyasError
+from models.files import write_atomic
 from models.frozen import FrozenTarget
 from models.load_frozen import load_frozen
 from models.portable import open_drafter
 from models.target import Target
 from models.vocab import DraftVocab
-from train.checkpoint import STATE, best_checkpoint, digest, write_text
+from train.checkpoint import STATE, best_checkpoint, digest
 from train.drift import settle_config
 from train.strategy import build_accelerator, pick_precision
 from train.trainer import Fitted, Trainer
@@ -192,7 +193,7 @@ def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], 
         log.info("%s: up to date, %s", stage, product)
         return
     work()
-    write_text(path, json.dumps(done | {stage: key}, indent=1) + "\n")
+    write_atomic(path, json.dumps(done | {stage: key}, indent=1) + "\n")
 
 
 def file_digests(path: Path) -> list[str]:

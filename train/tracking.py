@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from conf.schema import TrackerConfig
 from models.errors import EyasError
-from train.checkpoint import write_text
+from models.files import write_atomic
 
 METRICS = "metrics.jsonl"
 WANDB_MODES = ("offline", "online", "disabled")
@@ -65,7 +65,7 @@ def truncate(path: Path, step: int) -> None:
         return
     lines = path.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if (row := _parse(line)) is not None and row["step"] <= step]
-    write_text(path, "".join(line + "\n" for line in kept))
+    write_atomic(path, "".join(line + "\n" for line in kept))
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
@@ -108,7 +108,7 @@ def _wandb(run_dir: Path, tracker: TrackerConfig, config: Mapping[str, Any]) -> 
         raise EyasError(f"tracker.wandb={tracker.wandb}: pip install wandb, or use tracker.wandb=disabled") from error
     marker = run_dir / "wandb_run_id"
     if not marker.exists():
-        write_text(marker, uuid.uuid4().hex[:12] + "\n")
+        write_atomic(marker, uuid.uuid4().hex[:12] + "\n")
     try:
         return wandb.init(
             project=tracker.project,
