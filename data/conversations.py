@@ -79,6 +79,7 @@ def read_conversations(
     roles: Mapping[str, str] | None = None,
     split: str = "train",
     rejects: RejectLog,
+    key: str = "data.path",
 ) -> Iterator[Conversation]:
     """Usable conversations of the given files, folders or `datasets` names, streaming, in order.
 
@@ -86,7 +87,7 @@ def read_conversations(
     no row can be told from another (missing file, wrong top level, broken JSON in the middle of an array).
     """
     table = role_table(roles)
-    for row in read_rows(paths, split=split):
+    for row in read_rows(paths, split=split, key=key):
         rejects.rows += 1
         try:
             if row.problem:

@@ -34,15 +34,16 @@ def load_examples(
     roles: Mapping[str, str] | None = None,
     split: str = "train",
     rejects_path: Path | str | None = None,
+    key: str = "data.path",
 ) -> Encoded:
     """Read, render, tokenise and mask; write the rejected rows to ``rejects_path`` (even if nothing is usable).
 
-    Raises EyasError if no row is usable, with a table of the reasons.
+    Raises EyasError if no row is usable, with a table of the reasons, under the ``key`` that gave the paths.
     """
     rejects = RejectLog()
-    conversations = read_conversations(paths, roles=roles, split=split, rejects=rejects)
+    conversations = read_conversations(paths, roles=roles, split=split, rejects=rejects, key=key)
     try:
-        examples = encode_all(conversations, template, max_length, max_documents, rejects)
+        examples = encode_all(conversations, template, max_length, max_documents, rejects, key)
     finally:
         if rejects_path is not None:
             rejects.write(rejects_path)
@@ -55,6 +56,7 @@ def encode_all(
     max_length: int,
     max_documents: int | None,
     rejects: RejectLog,
+    key: str = "data.path",
 ) -> list[Example]:
     """Examples of the first ``max_documents`` usable conversations (None: all), in order.
 
@@ -80,7 +82,7 @@ def encode_all(
             if any(example.truncated for example in result):
                 rejects.repair("cut_at_max_length")
     if not examples:
-        raise EyasError(f"data.path: 0 of {rejects.rows} usable\n{rejects.table()}")
+        raise EyasError(f"{key}: 0 of {rejects.rows} usable\n{rejects.table()}")
     return examples
 
 

@@ -100,19 +100,26 @@ def read_corpus(
     ``rejects_dir``/rejects.jsonl (rejects_valid.jsonl). Raises EyasError if nothing is usable.
     """
 
-    def read(source: str | list[str], limit: int | None, name: str) -> list[Example]:
+    def read(key: str, source: str | list[str], limit: int | None, name: str) -> list[Example]:
         rejects = rejects_dir / name if rejects_dir is not None else None
         encoded = load_examples(
-            source, template, max_length=max_length, max_documents=limit, roles=roles, split=split, rejects_path=rejects
+            source,
+            template,
+            max_length=max_length,
+            max_documents=limit,
+            roles=roles,
+            split=split,
+            rejects_path=rejects,
+            key=key,
         )
         where = f"; rejected rows are listed in {rejects}" if rejects is not None and encoded.rejects.rejected else ""
         log.info("%s: %s%s", source, encoded.summary, where)
         return encoded.examples
 
-    examples = read(path, max_documents, "rejects.jsonl")
+    examples = read("data.path", path, max_documents, "rejects.jsonl")
     if valid_path is None:
         return split_held_out(examples, valid_fraction)
-    corpus = Corpus(examples, read(valid_path, None, "rejects_valid.jsonl"))
+    corpus = Corpus(examples, read("data.valid_path", valid_path, None, "rejects_valid.jsonl"))
     seen = {_content(example) for example in corpus.train}
     shared = sum(_content(example) in seen for example in corpus.valid)
     if shared:

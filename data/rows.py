@@ -37,19 +37,23 @@ class Row:
     detail: str = ""
 
 
-def read_rows(paths: str | Path | Iterable[str | Path], *, split: str = "train") -> Iterator[Row]:
+def read_rows(
+    paths: str | Path | Iterable[str | Path], *, split: str = "train", key: str = "data.path"
+) -> Iterator[Row]:
     """Raw rows of files, folders (all data files below, by name) and `datasets` names or saved folders, in order.
+
+    ``key`` is the configuration key that gave the paths: mistakes are told under its name.
 
     Raises EyasError if a path does not exist or is of a shape no row can be taken from.
     """
     listed = [paths] if isinstance(paths, str | Path) else list(paths)
     if not listed:
-        raise EyasError("data.path: no file given")
+        raise EyasError(f"{key}: no file given")
     for path in listed:
-        yield from _read_path(str(path), split)
+        yield from _read_path(str(path), split, key)
 
 
-def _read_path(name: str, split: str) -> Iterator[Row]:
+def _read_path(name: str, split: str, key: str) -> Iterator[Row]:
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -57,15 +61,15 @@ def _read_path(name: str, split: str) -> Iterator[Row]:
             return
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.name.lower().endswith(SUFFIXES))
         if not files:
-            raise EyasError(f"data.path={name}: the folder holds no {', '.join(SUFFIXES[:4])} file")
+            raise EyasError(f"{key}={name}: the folder holds no {', '.join(SUFFIXES[:4])} file")
         for file in files:
             yield from _read_file(file)
     elif path.exists():
         yield from _read_file(path)
     elif _HUB_NAME.fullmatch(name) and not name.lower().endswith(SUFFIXES):
-        yield from _read_hub_dataset(name, split)
+        yield from _read_hub_dataset(name, split, key)
     else:
-        raise EyasError(f"data.path={name}: no such file or folder (looked in {Path.cwd()})")
+        raise EyasError(f"{key}={name}: no such file or folder (looked in {Path.cwd()})")
 
 
 def _read_file(path: Path) -> Iterator[Row]:
@@ -260,7 +264,7 @@ def _read_saved_dataset(path: Path, split: str) -> Iterator[Row]:
         yield Row(str(path), number, value)
 
 
-def _read_hub_dataset(name: str, split: str) -> Iterator[Row]:
+def _read_hub_dataset(name: str, split: str, key: str) -> Iterator[Row]:
     import datasets
 
     base, _, config = name.partition(":")
@@ -270,5 +274,5 @@ def _read_hub_dataset(name: str, split: str) -> Iterator[Row]:
             yield Row(name, number, value)
     except (OSError, ValueError, RuntimeError) as error:
         raise EyasError(
-            f"data.path={name}: neither a file or folder here nor a dataset that can be loaded ({error})"
+            f"{key}={name}: neither a file or folder here nor a dataset that can be loaded ({error})"
         ) from None

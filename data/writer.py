@@ -7,7 +7,6 @@ So a dump killed at any moment leaves whole shards, and continues with the missi
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from data.manifest import (
 )
 from data.store import Stored, TokenFeatures, damage, is_finite
 from models.errors import EyasError
-from models.files import publish, write_atomic
+from models.files import lock, publish, write_atomic
 
 SHARD_FILE = "shard-{:05d}.safetensors"
 SHARD_FILES = "shard-*.safetensors"
@@ -127,7 +126,7 @@ class FeatureWriter:
     def __init__(self, folder: Path, manifest: Manifest, documents: Documents) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.documents = folder, documents
-        self._lock = _lock(folder)
+        self._lock = lock(folder, "writing this feature store")
         try:
             self.damaged: dict[int, str] = {}
             self.manifest = self._continue(manifest)
@@ -193,18 +192,6 @@ class FeatureWriter:
     def _write(self, name: str, content: bytes) -> None:
         with out_of_space(self.folder / name):
             write_atomic(self.folder / name, content)
-
-
-def _lock(folder: Path) -> IO[bytes]:
-    file = (folder / ".lock").open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise EyasError(f"{folder}: another process is writing this feature store; wait for it or stop it") from error
-    except OSError:  # a filesystem without locks: go on without
-        pass
-    return file
 
 
 def _differences(old: Manifest, new: Manifest) -> str:
