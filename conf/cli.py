@@ -17,16 +17,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from conf import CONF_DIR, PRIMARY
-from conf.explain import MISTAKES, check_arguments, explain
+from conf.explain import MISTAKES, check_arguments, explain, of_the_disk
 from conf.schema import Config
 from conf.validate import resolve
+from models.errors import EyasError
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 USER_MISTAKE = 2
@@ -59,6 +61,11 @@ def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
 
 def prepare(composed: DictConfig, job: str) -> Config:
     """The checked configuration of this job; what it leaves doubtful goes to the log."""
+    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        if job != "train":
+            raise EyasError(f"{job}: runs in one process; only train runs in several")
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise EyasError("--multirun: a sweep runs in one process; start its runs one by one for several")
     cfg, notes = resolve(composed, job, list(HydraConfig.get().overrides.task))
     if process_rank():
         logging.getLogger().setLevel(logging.WARNING)  # every process writes to the same log: one tells the story
@@ -76,16 +83,25 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Turn a user's mistake into its message and exit code 2, unless the user asked for the stack trace."""
+    """Turn a user's mistake, or a full disk, into its message and exit code 2."""
     try:
         yield
     except MISTAKES as mistake:
-        where = f"[rank {process_rank()}] " if "RANK" in os.environ else ""
-        print(f"{where}error: {explain(mistake)}", file=sys.stderr)
-        sys.exit(USER_MISTAKE)
+        leave(explain(mistake))
+    except OSError as error:
+        told = of_the_disk(error)
+        if told is None:
+            raise
+        leave(told)
     except KeyboardInterrupt:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def leave(message: str) -> NoReturn:
+    where = f"[rank {process_rank()}] " if "RANK" in os.environ else ""
+    print(f"{where}error: {message}", file=sys.stderr)
+    sys.exit(USER_MISTAKE)
 
 
 @contextmanager

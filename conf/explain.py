@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
@@ -17,6 +18,12 @@ from conf.schema import Config
 from models.errors import EyasError
 
 MISTAKES = (EyasError, HydraException, OmegaConfBaseException)
+# What the machine refuses, not what the code gets wrong: those keep their stack trace (a file that is missing, say).
+FROM_THE_DISK = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+    + (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE)
+)
+FREE = ("data.roles", "target.template_kwargs")  # sections whose keys are the user's own
 HELP = "--help lists recipes and keys"
 
 
@@ -38,13 +45,20 @@ def explain(mistake: BaseException) -> str:
     return f"{str(mistake).strip()} ({HELP})"
 
 
+def of_the_disk(error: OSError) -> str | None:
+    """``FILE: No space left on device``; None for an error that is not the machine's."""
+    if error.errno not in FROM_THE_DISK:
+        return None
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+
+
 def check_arguments(overrides: Sequence[str]) -> None:
     """Refuse what Hydra's parser accepts and its composer then trips over."""
     for override in overrides:
         key, _, value = override.partition("=")
         if not key:
             raise EyasError(f"cannot read {override!r}: overrides look like key=value")
-        if key in GROUPS and re.fullmatch(r"true|false|[\d.+-]+", value, re.IGNORECASE):
+        if key in GROUPS and re.fullmatch(r"true|false|null|[\d.+-]*|[{\[].*", value, re.IGNORECASE | re.DOTALL):
             raise EyasError(f"{key}={value}: choose by name; {HELP}")
 
 
@@ -63,6 +77,8 @@ def about_key(error: OmegaConfBaseException) -> str:
 def unknown(key: str, siblings: Iterable[str]) -> str:
     """The message for a key that does not exist, with the nearest one of its section, or of any section."""
     section, _, name = key.rpartition(".")
+    if section in FREE:
+        return f"{key}: a new key here is added with a plus: +{key}=VALUE"
     near = difflib.get_close_matches(name, [*siblings], n=1)
     candidates = [f"{section}.{k}" if section else k for k in near]
     candidates += [k for k in every_key() if k.endswith(f".{name}")]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from conf import CONF_DIR
-from conf.explain import unknown
+from conf.explain import every_key, unknown
 from conf.options import check_drafter, check_strategy
 from conf.schema import Config
 from models.errors import EyasError
@@ -59,6 +60,11 @@ AT_LEAST: dict[str, int] = {
     "verify.gamma": 1,
     "verify.top_k": 0,
 }
+
+AT_MOST: dict[str, int] = {"seed": 2**32 - 1, "threads": 4096, "store.shard_mib": 1 << 20}
+
+# Single files and folders; the readers of target.path and data.path tell names from paths themselves.
+PATHS = ("output_dir", "store.dir", "export.dir", "verify.prompts", "drafter_path", "train.init_from")
 
 Range = tuple[str, Callable[[float], bool]]
 ABOVE_ZERO: Range = ("above 0", lambda x: x > 0)
@@ -120,10 +126,13 @@ def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tu
     assert isinstance(cfg, Config)
     require_data(cfg, job)
     validate(cfg, overrides)
+    for key in PATHS:
+        expand(cfg, key)
     cfg.data.path = packaged("data.path", cfg.data.path)
     cfg.data.valid_path = packaged("data.valid_path", cfg.data.valid_path)
     cfg.verify.prompts = packaged("verify.prompts", cfg.verify.prompts)
     check_late_inputs(cfg, job)
+    check_outputs(cfg, job)
     found = notes(cfg, overrides)
     if job == "train" and cfg.drafter_path is not None:
         found.append("drafter_path has no effect on train, which measures its own drafter; see train.init_from")
@@ -157,13 +166,31 @@ def require_data(cfg: Config, job: str) -> None:
 def check_late_inputs(cfg: Config, job: str) -> None:
     """What is only read after hours of work must be there from the start."""
     needed = {"train.init_from": cfg.train.init_from} if job == "train" else {}
+    if job in ("eval", "export"):
+        needed["drafter_path"] = cfg.drafter_path
     if job in ("train", "eval"):
         needed["verify.prompts"] = cfg.verify.prompts
         if cfg.data.supervise == "all" and cfg.verify.prompts is None:
             refuse(cfg, "data.supervise", "leaves no prompt to measure on; give verify.prompts=FILE")
     for key, path in needed.items():
-        if path is not None and not Path(path).expanduser().exists():
+        if path is not None and not Path(path).exists():
             refuse(cfg, key, f"no such file or folder (looked in {Path.cwd()})")
+
+
+def check_outputs(cfg: Config, job: str) -> None:
+    """What is written after hours of work must be writable from the start; finished features may be read-only."""
+    written = ["output_dir"]
+    written += ["store.dir"] if job == "data" or (job == "train" and cfg.features == "store") else []
+    written += ["export.dir"] if job in ("train", "export") else []
+    for key in written:
+        if value(cfg, key) is None:
+            continue
+        folder = Path(value(cfg, key)).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir():
+            refuse(cfg, key, f"{there} is a file; give a folder")
+        if key != "store.dir" and not os.access(there, os.W_OK | os.X_OK):
+            refuse(cfg, key, f"{there} cannot be written to")
 
 
 def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
@@ -174,9 +201,13 @@ def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
     for key, least in AT_LEAST.items():
         if value(cfg, key) is not None and value(cfg, key) < least:
             refuse(cfg, key, f"must be at least {least}")
+    for key, most in AT_MOST.items():
+        if value(cfg, key) > most:
+            refuse(cfg, key, f"must be at most {most}")
     for key, (words, holds) in RANGES.items():
         if not math.isfinite(value(cfg, key)) or not holds(value(cfg, key)):
             refuse(cfg, key, f"must be {words}")
+    check_texts(cfg)
     check_name(cfg)
     check_lists(cfg)
     check_schedule(cfg)
@@ -188,6 +219,15 @@ def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
     for key, in_force, reason in CONFLICTS:
         if key in typed and in_force(cfg):
             refuse(cfg, key, reason)
+
+
+def check_texts(cfg: Config) -> None:
+    """An empty text is no path and no name, and neither is Python's None."""
+    for key in every_key():
+        given = value(cfg, key)
+        for text in given if isinstance(given, list) else [given]:
+            if isinstance(text, str) and (not text.strip() or text == "None"):
+                refuse(cfg, key, "must not be empty; none is written null")
 
 
 def check_name(cfg: Config) -> None:
@@ -260,6 +300,14 @@ def packaged(key: str, path: Any) -> Any:
 def typed_keys(overrides: Sequence[str]) -> set[str]:
     """The keys named on the command line (``+key=``, ``~key`` and ``++key=`` included)."""
     return {override.partition("=")[0].lstrip("+~") for override in overrides}
+
+
+def expand(cfg: Config, key: str) -> None:
+    """``~/x`` -> that path; shells leave the ``~`` of ``key=~/x`` alone."""
+    section, _, name = key.rpartition(".")
+    node = value(cfg, section) if section else cfg
+    if getattr(node, name) is not None:
+        setattr(node, name, str(Path(getattr(node, name)).expanduser()))
 
 
 def value(cfg: Config, key: str) -> Any:

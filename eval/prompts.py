@@ -61,7 +61,7 @@ def usable(prompts: Iterator[list[int]], *, limit: int, context: int | None) -> 
 
 
 def _questions(path: str, roles: Mapping[str, str]) -> Iterator[Sequence[Message]]:
-    for row in read_rows(path):
+    for row in read_rows(path, key="verify.prompts"):
         try:
             yield question(row, roles)
         except RowRejected as rejected:

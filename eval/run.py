@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.load_frozen import read_config
 from models.portable import open_drafter
+from models.run_folder import best_checkpoint
 from models.target import Target
 
 WARM_UP = 8  # tokens decoded before the clock counts
@@ -274,12 +274,9 @@ def load_bench(cfg: Config) -> tuple[Bench, list[list[int]], dict[str, Any]]:
 def drafter_folder(path: str | None, run: Path) -> Path:
     """The checkpoint or export to measure; of a run directory its best checkpoint, or its newest."""
     source = Path(path) if path else run
-    best = source / "best.json"
-    if best.exists():
-        return source / str(json.loads(best.read_text(encoding="utf-8"))["checkpoint"])
-    newest = max((source / "checkpoints").glob("step_*"), default=None)
-    if newest is not None:
-        return newest
+    found = best_checkpoint(source)
+    if found is not None:
+        return found
     if path is None:
         raise EyasError(f"{run}: no checkpoint to measure; train first, or give drafter_path=FOLDER")
     return source
@@ -293,7 +290,7 @@ def find_prompts(cfg: Config, template: ChatTemplate, context: int | None) -> tu
         return found, Path(verify.prompts).name
     how: dict[str, Any] = {"max_length": data.max_length, "roles": data.roles, "split": data.split}
     if data.valid_path is not None:  # the training data need not be read
-        corpus = Corpus([], load_examples(data.valid_path, template, **how).examples)
+        corpus = Corpus([], load_examples(data.valid_path, template, key="data.valid_path", **how).examples)
     else:
         held: dict[str, Any] = {"valid_path": None, "valid_fraction": data.valid_fraction}
         corpus = read_corpus(template, path=data.path, max_documents=data.max_documents, **held, **how)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,6 +23,8 @@ from models.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURE = "drafter.json"
+# What configuration classes and modules say to values that make no sense.
+UNREADABLE = (TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, StrictDataclassError)
 VOCAB_IDS = "draft_vocab.ids"  # [Vd] int64 target ids, beside the weights
 FORMAT = 1
 
@@ -45,8 +48,15 @@ def load_drafter(folder: Path | str, device: torch.device | str = "cpu") -> Draf
     """The drafter saved in ``folder``, in eval mode on ``device``."""
     folder = Path(folder)
     about = _read_about(folder)
-    vocab, weights = read_weights(folder, int(about["vocab_size"]))
-    drafter = drafter_class(str(about["_target_"])).from_architecture(about["architecture"], vocab)
+    cls = drafter_class(str(about["_target_"]))
+    try:
+        vocab, weights = read_weights(folder, int(about["vocab_size"]))
+        drafter = cls.from_architecture(about["architecture"], vocab)
+    except EyasError:
+        raise
+    except (LookupError, *UNREADABLE) as error:
+        told = " ".join(str(error).split())
+        raise EyasError(f"{folder / ARCHITECTURE}: describes no drafter ({told})") from error
     fill(drafter, weights, folder)
     return drafter.to(device).eval()
 

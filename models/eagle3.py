@@ -192,7 +192,7 @@ class Eagle3Drafter(Drafter):
                 drafter.fc.weight.zero_()
                 drafter.fc.weight[:, -config.hidden_size :] = torch.eye(config.hidden_size)
             if init_head:
-                drafter.lm_head.weight.copy_(frozen.head[vocab.ids.to(frozen.head.device)])
+                drafter.lm_head.weight.copy_(frozen.head[vocab.ids.to(frozen.head.device)] * frozen.scale)
                 if frozen.final_norm is not None:
                     drafter.norm.weight.copy_(frozen.final_norm * init_temper)
             if init_layer:

@@ -17,7 +17,6 @@ from models.vocab import DraftVocab
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # the one name that every engine registers
 FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
-NOT_TRAINED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")  # of a target's rope
 
 
 def default_aux_layers(target_layers: int) -> tuple[int, int, int]:
@@ -31,7 +30,7 @@ def eagle3_config(architecture: dict[str, Any], vocab: DraftVocab, target_config
     ``architecture`` holds the fields of Eagle3Config; ``target_config`` is the target's text config, from which
     come the token ids and the exceptions an engine makes for its family.
     """
-    rope = {key: value for key, value in architecture["rope_parameters"].items() if key not in NOT_TRAINED}
+    rope = dict(architecture["rope_parameters"])
     scaled = rope["rope_type"] != "default"
     taps, layers = tuple(architecture["tap_ids"]), int(architecture["target_layers"])
     nested: dict[str, Any] = {

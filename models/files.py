@@ -1,9 +1,13 @@
-"""Writing files that a killed process can't leave half done: temporary name, fsync, rename. The only place for it."""
+"""Writing files that a killed process can't leave half done, in a folder that one process writes at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+from typing import IO
+
+from models.errors import EyasError
 
 
 def sync(path: Path) -> None:
@@ -27,3 +31,20 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(temporary)
     publish(temporary, path)
+
+
+def lock(folder: Path, doing: str) -> IO[bytes]:
+    """Take the folder (made if need be) for this process, until the file returned is closed or the process ends.
+
+    Raises EyasError if another process has it: it is ``doing`` what this one was to do.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise EyasError(f"{folder}: another process is {doing}; wait for it or stop it") from error
+    except OSError:  # a filesystem without locks: go on without
+        pass
+    return file

@@ -95,14 +95,14 @@ class Objective:
         else:  # LK hybrid: lean on KL while the overlap is small
             lam = torch.exp(-LK_ETA * alpha.detach())
             loss = lam * kl + (1.0 - lam) * (1.0 - alpha)
-        return (loss * self.weights(alpha.detach()) * valid).sum()
+        return (loss * self.weights(alpha.detach(), valid) * valid).sum()
 
-    def weights(self, alpha: Tensor) -> Tensor:
+    def weights(self, alpha: Tensor, valid: Tensor) -> Tensor:
         """Depth weights [K, c] or [K, 1]: decay^k, or D-PACE (how much of the expected length hangs on depth k)."""
         k = torch.arange(alpha.shape[0], device=alpha.device, dtype=torch.float32)[:, None]
         if self.depth_weights == "decay":
             return (self.decay / self.depth_keep) ** k
-        survive = torch.cumprod((1.0 - DPACE_FLOOR) * alpha + DPACE_FLOOR, 0)
+        survive = torch.cumprod((1.0 - DPACE_FLOOR) * alpha + DPACE_FLOOR, 0) * valid
         return survive.flip(0).cumsum(0).flip(0) / self.depth_keep**k
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models.checkpoint import ARCHITECTURE, drafter_class, load_drafter
+from models.checkpoint import ARCHITECTURE, UNREADABLE, drafter_class, load_drafter
 from models.drafter import Drafter
 from models.errors import EyasError
 from models.files import sync
@@ -45,8 +45,8 @@ SERVED = {"LlamaForCausalLMEagle3": Served("models.eagle3.Eagle3Drafter", "eagle
 
 def served(config: Mapping[str, Any], where: Path) -> Served:
     """The entry of SERVED for a config.json's ``architectures``."""
-    names = config.get("architectures") or []
-    for name in names:
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else ():
         if name in SERVED:
             return SERVED[name]
     raise EyasError(f"{where / CONFIG}: architectures={names} is not a layout Eyas reads ({', '.join(SERVED)})")
@@ -106,7 +106,9 @@ def staged(folder: Path) -> Iterator[Path]:
         else:
             old.rename(folder)
     _refuse_foreign(folder)
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed run with this number: common in containers
+    for left in folder.parent.glob(f".{folder.name}.tmp-*"):
+        if left == temporary or not _alive(left.name.rpartition("-")[2]):  # this number again: common in containers
+            shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -120,6 +122,17 @@ def staged(folder: Path) -> Iterator[Path]:
         sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _alive(pid: str) -> bool:
+    """Whether a process of this number exists, as far as this machine can tell."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OSError):
+        return True
+    return True
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -191,13 +204,17 @@ def read_export(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _build(tensors: dict[str, Tensor], config: dict[str, Any], folder: Path, target_layers: int | None) -> Drafter:
     cls = drafter_class(served(config, folder).drafter)
-    for name, tensor in tensors.items():
-        _check_finite(name, tensor)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     try:
+        for name, tensor in tensors.items():
+            _check_finite(name, tensor)
         return cls.from_serving(bare, config, target_layers).eval()
+    except EyasError as error:
+        raise EyasError(f"{folder}: {error}") from error
     except KeyError as error:
         raise EyasError(f"{folder / CONFIG}: key {error} is missing") from error
+    except UNREADABLE as error:
+        raise EyasError(f"{folder / CONFIG}: describes no drafter ({' '.join(str(error).split())})") from error
 
 
 def read_vocab(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> DraftVocab:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NOT_TRAINED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")  # a drafter turns whole heads
+
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     """The rope of a target config (transformers 4 or 5 spelling) as one flat dict with rope_type and rope_theta.
@@ -19,6 +21,7 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     found = dict(nested if isinstance(nested, dict) else found)
     if "type" in found:
         found.setdefault("rope_type", found.pop("type"))
+    found = {name: value for name, value in found.items() if name not in NOT_TRAINED}
     found.setdefault("rope_type", "default")
     found.setdefault("rope_theta", float(config.get("rope_theta") or 10000.0))
     return found

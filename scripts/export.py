@@ -69,7 +69,7 @@ def run_export(cfg: Config) -> Path:
     from models.load_frozen import load_frozen
     from models.portable import open_drafter
     from models.pypi import resolve
-    from train.checkpoint import best_checkpoint
+    from models.run_folder import best_checkpoint
 
     assert cfg.output_dir is not None
     run = Path(cfg.output_dir)

@@ -208,7 +208,7 @@ def test_impossible_values_and_combinations_name_the_key(arguments: list[str], p
 
 def test_a_recipe_without_data_serves_the_verbs_that_need_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert config("conf=eagle3_llama", job="export").data.path is None
-    assert config("conf=eagle3_llama", "verify.prompts=p.jsonl", job="eval").data.path is None
+    assert config("conf=eagle3_llama", "verify.prompts=eyas:debug.jsonl", job="eval").data.path is None
     assert "verify.prompts" in refusal(capsys, "conf=eagle3_llama", job="eval")
 
 
@@ -396,3 +396,13 @@ def test_options_are_checked_by_name_and_type() -> None:
         check_strategy({"name": "zero9"})
     with pytest.raises(EyasError, match=r"strategy\.timeout_minutes=0"):
         check_strategy({"name": "ddp", "timeout_minutes": 0})
+
+
+def test_only_train_runs_in_several_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert config("conf=debug").name == "debug"
+    assert "data: runs in one process" in refusal(capsys, "conf=debug", job="data")
+    assert "--multirun: a sweep runs in one process" in refusal(capsys, "--multirun", "seed=1,2")

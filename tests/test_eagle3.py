@@ -107,6 +107,8 @@ def test_rope_spellings() -> None:
     }
     full, sliding = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, {"rope_type": "default"}
     assert rope_parameters({"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}) == full
+    partial = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 2]}
+    assert rope_parameters({"rope_parameters": partial}) == {"rope_type": "default", "rope_theta": 1e4}
     assert rope_parameters({}) == {"rope_type": "default", "rope_theta": 10000.0}
 
 

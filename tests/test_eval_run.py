@@ -137,11 +137,17 @@ def test_the_drafter_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(EyasError, match="drafter_path"):
         drafter_folder(None, tmp_path)
     for step in (100, 200):
-        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        folder = tmp_path / "checkpoints" / f"step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text('{"files": {}}')
     assert drafter_folder(None, tmp_path).name == "step_00000200"
     (tmp_path / "best.json").write_text('{"checkpoint": "checkpoints/step_00000100"}')
     assert drafter_folder(None, tmp_path).name == "step_00000100"
     assert drafter_folder(str(tmp_path), Path("elsewhere")).name == "step_00000100"
+    (tmp_path / "checkpoints/step_00000100/state.json").write_text('{"files": {"model.safetensors": "?"}}')
+    assert drafter_folder(None, tmp_path).name == "step_00000200"  # damaged: the one that export takes too
+    (tmp_path / "best.json").write_text("[]")
+    assert drafter_folder(None, tmp_path).name == "step_00000200"
     assert drafter_folder(str(tmp_path / "checkpoints"), tmp_path) == tmp_path / "checkpoints"
 
 

@@ -42,12 +42,12 @@ def naive(
         if loss == "expected_length":
             total = total + 1 - sum(torch.stack(alphas[: j + 1]).prod() for j in range(len(alphas))) / DEPTHS
             continue
-        soft = [0.5 * float(a.detach()) + 0.5 for a in alphas] + [0.5] * (DEPTHS - len(alphas))
+        soft = [0.5 * float(a.detach()) + 0.5 for a in alphas]
         for k, (ce, kl, alpha) in enumerate(zip(ces, kls, alphas, strict=True)):
             if weights == "decay":
                 weight = 0.7**k
             else:
-                weight = sum(torch.tensor(soft[: m + 1]).double().prod().item() for m in range(k, DEPTHS))
+                weight = sum(torch.tensor(soft[: m + 1]).double().prod().item() for m in range(k, len(soft)))
             lam = torch.exp(-3 * alpha.detach())
             value = {"ce": ce, "kl": kl, "tv": 1 - alpha, "lk": lam * kl + (1 - lam) * (1 - alpha)}[loss]
             total = total + weight * value

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from models.run_folder import is_whole
 from tests.tiny import tiny_target
-from train.checkpoint import is_whole
 from train.tracking import METRICS, read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -29,7 +29,7 @@ from models.errors import EyasError
 from models.portable import read_export
 from tests.tiny import tiny_target
 from train.drift import settle_config
-from train.stages import export, feature_sources, file_digests, fit, gather, once
+from train.stages import export, feature_sources, file_digests, fit, gather, once, walk
 from train.strategy import build_accelerator
 from train.trainer import Fitted
 
@@ -202,6 +202,17 @@ def test_export_follows_its_settings(target: str, tmp_path: Path) -> None:
     assert not card.exists()
 
 
+def test_without_anything_held_out_the_run_goes_on_to_its_export(
+    target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = config(target, tmp_path, output_dir=str(tmp_path / "run"))
+    cfg.data.valid_fraction = 0.0
+    walk(cfg)
+    assert "evaluation: skipped" in caplog.text
+    assert not (tmp_path / "run/report.json").exists()
+    assert (tmp_path / "run/export/config.json").exists()
+
+
 def test_edited_prompts_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("a")
@@ -229,6 +240,24 @@ def test_drift(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for line in ("seed: 0 -> 1", "optim.betas: [0.9, 0.95] -> [0.9, 0.99]", "drafter.fc_norm: not set -> True"):
         assert line in str(refused.value)
     assert path.read_text() == stored
+
+
+@pytest.mark.parametrize("content", ["a: [1", "", "[1]", "\0"])
+def test_a_damaged_configuration_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(EyasError, match=f"{tmp_path}/config.yaml: not the configuration"):
+        settle_config(Config(name="a"), tmp_path, begun=True, write=True)
+
+
+@pytest.mark.parametrize("content", ["x", "", "[1]", "3"])
+def test_damaged_notes_on_stages_do_them_again(content: str, tmp_path: Path) -> None:
+    product, made = tmp_path / "product", list[int]()
+    product.write_text("")
+    once(tmp_path, "s", "k", product, lambda: made.append(1))
+    (tmp_path / "stages.json").write_text(content)
+    for _ in range(2):
+        once(tmp_path, "s", "k", product, lambda: made.append(2))
+    assert made == [1, 2]
 
 
 def test_a_key_of_a_later_version_is_no_drift(tmp_path: Path) -> None:

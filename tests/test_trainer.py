@@ -20,9 +20,10 @@ from models.batch import Batch
 from models.checkpoint import drafter_class, load_drafter, save_drafter
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.run_folder import best_checkpoint, is_whole
 from tests.drafters import TAPS, random_batch, random_drafter, random_frozen, random_vocab
 from tests.linear_drafter import LinearDrafter
-from train.checkpoint import CheckpointDir, TrainState, best_checkpoint, is_whole
+from train.checkpoint import CheckpointDir, TrainState
 from train.strategy import build_accelerator
 from train.tracking import read_metrics, truncate
 from train.trainer import Fitted, Trainer

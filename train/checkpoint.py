@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -27,13 +26,10 @@ from models.checkpoint import fill, read_weights, save_drafter
 from models.drafter import Drafter
 from models.errors import EyasError
 from models.files import sync, write_atomic
+from models.run_folder import BEST, CHECKPOINTS, STATE, file_digest, is_whole, latest_checkpoint, step_folders
 
 OPTIMIZER = "optimizer.pt"
-STATE = "state.json"
-BEST = "best.json"
 TEMPORARY = ".tmp-"
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,7 +54,7 @@ class CheckpointDir:
 
     def __init__(self, run_dir: Path, keep_last: int = 2) -> None:
         self.run_dir = run_dir
-        self.root = run_dir / "checkpoints"
+        self.root = run_dir / CHECKPOINTS
         self.keep_last = max(1, keep_last)
 
     def folder(self, step: int) -> Path:
@@ -79,7 +75,7 @@ class CheckpointDir:
         work.mkdir(parents=True)
         save_drafter(drafter, work)
         torch.save(optimizer.state_dict(), work / OPTIMIZER)
-        files = {path.name: _file_digest(path) for path in sorted(work.iterdir())}
+        files = {path.name: file_digest(path) for path in sorted(work.iterdir())}
         (work / STATE).write_text(json.dumps({**asdict(state), "files": files}, indent=1) + "\n", encoding="utf-8")
         for path in [*work.iterdir(), work]:
             sync(path)
@@ -90,12 +86,7 @@ class CheckpointDir:
         return final
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint; broken ones are named in a warning and passed over."""
-        for folder in self._steps():
-            if is_whole(folder):
-                return folder
-            log.warning("%s is incomplete or damaged: falling back to the checkpoint before it", folder)
-        return None
+        return latest_checkpoint(self.run_dir)
 
     def read_state(self, folder: Path) -> TrainState:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -120,30 +111,9 @@ class CheckpointDir:
     def prune(self, best: dict[str, Any] | None) -> None:
         """Keep the newest ``keep_last`` checkpoints and the best one."""
         spare = None if best is None else self.folder(best["step"])
-        for folder in self._steps()[self.keep_last :]:
+        for folder in step_folders(self.run_dir)[self.keep_last :]:
             if folder != spare:
                 _remove(folder)
-
-    def _steps(self) -> list[Path]:
-        return sorted((p for p in self.root.glob("step_*") if p.is_dir()), reverse=True)
-
-
-def best_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of a run to evaluate and export: its best, or its newest where nothing was validated."""
-    try:
-        best = run_dir / json.loads((run_dir / BEST).read_text(encoding="utf-8"))["checkpoint"]
-    except (OSError, ValueError, KeyError):
-        return CheckpointDir(run_dir).latest()
-    return best if is_whole(best) else CheckpointDir(run_dir).latest()
-
-
-def is_whole(folder: Path) -> bool:
-    """Whether every file of a checkpoint is there with the size and digest its state.json lists."""
-    try:
-        files = json.loads((folder / STATE).read_text(encoding="utf-8"))["files"]
-        return all(_file_digest(folder / name) == digest for name, digest in files.items())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
 
 
 def digest(parts: Iterable[Any]) -> str:
@@ -152,11 +122,6 @@ def digest(parts: Iterable[Any]) -> str:
     for part in parts:
         state.update(json.dumps(part, sort_keys=True, separators=(",", ":")).encode() + b"\n")
     return state.hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _remove(folder: Path) -> None:

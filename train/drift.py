@@ -43,7 +43,7 @@ def settle_config(cfg: Config, run_dir: Path, *, begun: bool, write: bool) -> No
             run_dir.mkdir(parents=True, exist_ok=True)
             write_atomic(path, yaml.safe_dump(_plain(now), sort_keys=False))
         return
-    changes = differences(yaml.safe_load(path.read_text(encoding="utf-8")), _plain(now))
+    changes = differences(read_config(path), _plain(now))
     fatal = [line for key, line in changes.items() if not _harmless(key)]
     if fatal:
         raise EyasError(
@@ -52,6 +52,20 @@ def settle_config(cfg: Config, run_dir: Path, *, begun: bool, write: bool) -> No
         )
     for line in changes.values() if write else ():
         log.warning("differs from %s: %s", path, line)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A stored configuration. Raises EyasError if it is none."""
+    try:
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        stored = None
+    if not isinstance(stored, dict):
+        raise EyasError(
+            f"{path}: not the configuration that a run stores, so nothing tells what trained its checkpoints; "
+            "restore it, or train under another name="
+        )
+    return stored
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:

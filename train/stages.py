@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -28,13 +29,14 @@ from data.template import Example
 from models.checkpoint import drafter_class
 from models.drafter import Drafter
 from models.errors import EyasError
-from models.files import write_atomic
+from models.files import lock, write_atomic
 from models.frozen import FrozenTarget
 from models.load_frozen import load_frozen
 from models.portable import open_drafter
+from models.run_folder import STATE, best_checkpoint
 from models.target import Target
 from models.vocab import DraftVocab
-from train.checkpoint import STATE, best_checkpoint, digest
+from train.checkpoint import digest
 from train.drift import settle_config
 from train.strategy import build_accelerator, pick_precision
 from train.trainer import Fitted, Trainer
@@ -53,6 +55,12 @@ def walk(cfg: Config) -> float | None:
     cfg = replace(cfg, output_dir=str(run_dir), drafter_path=None)  # what is measured and exported is this run's
     cfg.train.precision = pick_precision(cfg.train.precision, cfg.device)  # what config.yaml keeps
     accelerator = build_accelerator(cfg.strategy, device=cfg.device, precision=cfg.train.precision)
+    with lock(run_dir, "training this run") if accelerator.is_main_process else nullcontext():
+        return stages(cfg, accelerator, run_dir)
+
+
+def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None:
+    """What :func:`walk` does, in a run folder that nobody else writes."""
     main = accelerator.is_main_process
     begun = any((run_dir / "checkpoints").glob("step_*"))
     settle_config(cfg, run_dir, begun=begun, write=main)
@@ -164,9 +172,12 @@ def initial_drafter(path: str, cls: type[Drafter], frozen: FrozenTarget, tap_ids
 
 
 def evaluate(cfg: Config, run_dir: Path, inputs: Inputs, fitted: Fitted) -> None:
-    """Measure tau of the best checkpoint with the verifier, into report.json."""
+    """Measure tau of the best checkpoint with the verifier, into report.json; without prompts, say so and go on."""
     from eval.run import evaluate_run
 
+    if cfg.verify.prompts is None and not inputs.corpus.prompts():
+        log.warning("evaluation: skipped, no conversation is held out to measure on; see python -m eval verify.prompts")
+        return
     if cfg.verify.prompts is None:
         asked: list[Any] = [example.input_ids for example in inputs.corpus.valid]
     else:
@@ -188,12 +199,20 @@ def export(cfg: Config, run_dir: Path, fitted: Fitted) -> None:
 def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], Any]) -> None:
     """Do the work unless its product is there and was made under the same key."""
     path = run_dir / STAGES
-    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    done = read_stages(path)
     if done.get(stage) == key and product.exists():
         log.info("%s: up to date, %s", stage, product)
         return
     work()
     write_atomic(path, json.dumps(done | {stage: key}, indent=1) + "\n")
+
+
+def read_stages(path: Path) -> dict[str, str]:
+    """What :func:`once` noted down; nothing if that is damaged, and the stages are then done again."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def file_digests(path: Path) -> list[str]:
