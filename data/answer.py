@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import random
 import sys
 import time
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from models.errors import EyasError
+from models.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -241,16 +241,6 @@ def read_done(path: Path, prompts: Sequence[Prompt], provenance: dict[str, Any])
     return done
 
 
-def write_atomic(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """JSONL through a temporary name, so that the answers collected so far are never at risk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def answer_file(answerer: Answerer, prompts: Sequence[Prompt], out: Path, target: str, batch_size: int = 32) -> int:
     """Answer what `out` lacks, appending after every batch, and return the number of rows added.
 
@@ -268,7 +258,7 @@ def answer_file(answerer: Answerer, prompts: Sequence[Prompt], out: Path, target
         done |= {row["id"]: row for row in rows}
         seconds = time.monotonic() - started
         print(f"{len(done)}/{len(prompts)} conversations, {seconds:.0f} s", file=sys.stderr, flush=True)
-    write_atomic(out, [done[p.id] for p in prompts])
+    write_atomic(out, "".join(json.dumps(done[p.id], ensure_ascii=False) + "\n" for p in prompts))
     return len(missing)
 
 

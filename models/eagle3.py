@@ -29,6 +29,11 @@ from models.rope import apply_rope, rope_parameters
 from models.vocab import DraftVocab
 
 
+def check_norms(fc_norm: bool, norm_before_fc: bool) -> None:
+    if fc_norm and norm_before_fc:
+        raise EyasError("drafter.fc_norm and drafter.norm_before_fc exclude each other")
+
+
 @dataclass(frozen=True)
 class Eagle3Config:
     """Dimensions and flags; everything that rebuilds the module, vocabulary apart."""
@@ -48,8 +53,7 @@ class Eagle3Config:
     norm_output: bool = False  # EAGLE-3.1: the next depth reads the normed state
 
     def __post_init__(self) -> None:
-        if self.norm_before_fc and self.fc_norm:
-            raise EyasError("drafter.fc_norm and drafter.norm_before_fc exclude each other")
+        check_norms(self.fc_norm, self.norm_before_fc)
         if self.num_attention_heads % self.num_key_value_heads:
             raise EyasError(
                 f"drafter.num_key_value_heads={self.num_key_value_heads} must divide "
@@ -141,8 +145,7 @@ class Eagle3Drafter(Drafter):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         super().check_options(options)
-        if options.get("fc_norm") and options.get("norm_before_fc"):
-            raise EyasError("drafter.fc_norm and drafter.norm_before_fc exclude each other")
+        check_norms(bool(options.get("fc_norm")), bool(options.get("norm_before_fc")))
         if float(options.get("init_temper", 1.0)) <= 0:
             raise EyasError(f"drafter.init_temper={options['init_temper']}: must be above 0")
 

@@ -242,8 +242,7 @@ class Trainer:
 
     def _save(self, tracker: Tracker | None) -> None:
         """Save this step, then record the best and drop what is no longer kept."""
-        if self.state.step:
-            self._window_averages()  # refuses to save what is not finite
+        self._window_averages()  # refuses to save what is not finite
         if self.accelerator.is_main_process:
             assert tracker is not None
             tracker.sync()
