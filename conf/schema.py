@@ -23,14 +23,23 @@ class TargetConfig:
 
 @dataclass
 class DataConfig:
-    path: Any = MISSING  # a file, a folder, a `datasets` name, eyas:FILE (shipped with Eyas), or a list of them
+    # a file, a folder, a `datasets` name, eyas:FILE (shipped with Eyas), {path: FILE, weight: 2.0}, or a list of these
+    path: Any = MISSING
     valid_path: Any = None  # the same, for held-out conversations; null: split off valid_fraction of path
     valid_fraction: float = 0.05
-    max_length: int = 2048  # tokens; longer conversations are cut on a token boundary
-    max_documents: int | None = None  # use only the first so many usable conversations
-    roles: dict[str, str] = field(default_factory=dict)  # extra role aliases, e.g. {Kunde: user}
-    supervise: str = "assistant"  # assistant | last (only the last answer) | all
     split: str = "train"  # split of a `datasets` name
+    roles: dict[str, str] = field(default_factory=dict)  # extra role aliases, e.g. {Kunde: user}
+    columns: dict[str, str] = field(default_factory=dict)  # extra column names, e.g. {frage: prompt}
+    max_documents: int | None = None  # use only the first so many usable conversations
+    max_length: int = 2048  # tokens of one document
+    too_long: str = "cut"  # cut (on a token boundary) | split (into documents of whole rounds) | reject
+    supervise: str = "assistant"  # assistant | last (only the last answer) | all
+    tools: str = "render"  # render (by the template's own tool support; never supervised) | reject
+    duplicates: str = "drop"  # drop (all but the first of identical conversations) | keep
+    decontaminate: str = "warn"  # conversations that hold an evaluation prompt: warn | drop | keep
+    clean_html: bool = False  # take page furniture out of scraped text; code fences stay as they are
+    workers: int | None = None  # processes that render and tokenise; 0: none beside this one; null: by size of input
+    cache_dir: str = "outputs/documents"  # tokenised documents are folders in here, named by what determines them
 
 
 @dataclass
@@ -95,6 +104,24 @@ class VerifyConfig:
 
 
 @dataclass
+class RegenerateConfig:
+    """``python -m data.regenerate``: the target answers the prompts of data.path."""
+
+    out: str | None = None  # JSONL to write; null: regenerated.jsonl of the run folder
+    server: str | None = None  # base URL of an OpenAI-compatible server (http://localhost:8000/v1); null: transformers
+    model: str | None = None  # the server's name of the model; null: the only one it serves
+    api_key_env: str = "OPENAI_API_KEY"  # environment variable with the server's key, if it wants one
+    temperature: float = 0.7
+    top_p: float = 1.0
+    max_new_tokens: int = 1024  # of one answer
+    cut: str = "drop"  # answers that reach max_new_tokens: drop (with the turns after) | keep (unended)
+    batch_size: int = 32  # conversations answered at a time by transformers
+    concurrency: int = 32  # requests in flight at a server
+    retries: int = 5  # of a request that failed or timed out
+    timeout: float = 600.0  # seconds of one request
+
+
+@dataclass
 class ExportConfig:
     dir: str | None = None  # folder to write; null: export/ of the run
     dtype: str = "bfloat16"  # bfloat16 | float16 | float32
@@ -108,6 +135,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 0  # CPU threads; 0: leave as is
     features: str = "store"  # store | online
+    preview: int = 1  # documents shown in the terminal and in preview.html before any work
     drafter_path: str | None = None  # eval/export: a checkpoint or exported folder; null: this run's best
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: dict[str, Any] = field(default_factory=dict)  # _target_ and options: the class signature is the schema
@@ -118,4 +146,5 @@ class Config:
     strategy: dict[str, Any] = field(default_factory=dict)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     export: ExportConfig = field(default_factory=ExportConfig)

@@ -29,6 +29,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "features": ("store", "online"),
     "target.dtype": ("float32", "bfloat16", "float16"),
     "data.supervise": ("assistant", "last", "all"),
+    "data.too_long": ("cut", "split", "reject"),
+    "data.tools": ("render", "reject"),
+    "data.duplicates": ("drop", "keep"),
+    "data.decontaminate": ("warn", "drop", "keep"),
+    "regenerate.cut": ("drop", "keep"),
     "store.dtype": ("bfloat16", "float32"),
     "optim.name": ("adamw", "muon"),
     "optim.schedule": ("cosine", "wsd", "constant"),
@@ -42,6 +47,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
 AT_LEAST: dict[str, int] = {
     "seed": 0,
     "threads": 0,
+    "preview": 0,
+    "data.workers": 0,
+    "regenerate.max_new_tokens": 1,
+    "regenerate.batch_size": 1,
+    "regenerate.concurrency": 1,
+    "regenerate.retries": 0,
     "data.max_length": 3,  # fewer tokens than the first draft needs
     "data.max_documents": 1,
     "store.shard_mib": 1,
@@ -64,7 +75,25 @@ AT_LEAST: dict[str, int] = {
 AT_MOST: dict[str, int] = {"seed": 2**32 - 1, "threads": 4096, "store.shard_mib": 1 << 20}
 
 # Single files and folders; the readers of target.path and data.path tell names from paths themselves.
-PATHS = ("output_dir", "store.dir", "export.dir", "verify.prompts", "drafter_path", "train.init_from")
+PATHS = (
+    "output_dir",
+    "data.cache_dir",
+    "store.dir",
+    "export.dir",
+    "verify.prompts",
+    "drafter_path",
+    "regenerate.out",
+    "train.init_from",
+)
+    "output_dir",
+    "data.cache_dir",
+    "store.dir",
+    "export.dir",
+    "verify.prompts",
+    "drafter_path",
+    "regenerate.out",
+    "train.init_from",
+)
 
 Range = tuple[str, Callable[[float], bool]]
 ABOVE_ZERO: Range = ("above 0", lambda x: x > 0)
@@ -82,6 +111,9 @@ RANGES: dict[str, Range] = {
     "train.epochs": ABOVE_ZERO,
     "train.decay": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "train.depth_keep": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "regenerate.temperature": NOT_NEGATIVE,
+    "regenerate.timeout": ABOVE_ZERO,
+    "regenerate.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "verify.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
 }
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data.rejects import Reject, RejectLog, RowRejected
+from data.policy import RowRejected
+from data.rejects import Reject, RejectLog
 from data.rows import Row, read_rows
 from models.errors import EyasError
 
@@ -40,12 +41,28 @@ NONCHARACTERS = ("\ufdd0", "\ufdd1")
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool by the assistant."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Message:
-    """One turn. ``role`` is one of ROLES; ``supervised`` false: an answer that the data says not to train on."""
+    """One turn. ``role`` is one of ROLES.
+
+    supervised: false for an answer that the data says not to train on, or that calls tools.
+    ended: false for an answer cut off at a token limit, which has no end-of-turn token of its own.
+    tool_calls: of an assistant turn. name: the tool that a tool turn is the result of, "" if not said.
+    """
 
     role: str
     content: str
     supervised: bool = True
+    ended: bool = True
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,7 @@ class Conversation:
     messages: tuple[Message, ...]
     source_file: str
     row: int
+    tools: tuple[Mapping[str, Any], ...] = ()  # {"type": "function", "function": {...}}, as chat templates take them
 
     @property
     def source(self) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.conversations import Conversation, read_conversations
-from data.rejects import RejectLog, RowRejected
+from data.policy import RowRejected
+from data.rejects import RejectLog
 from data.template import ChatTemplate, Example
 from models.errors import EyasError
 

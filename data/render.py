@@ -17,7 +17,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from data.rejects import RowRejected
+from data.policy import RowRejected
 from models.errors import EyasError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around the text of a generation block, taken out again after rendering

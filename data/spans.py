@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data.rejects import RowRejected
+from data.policy import RowRejected
 from data.render import Renderer
 from models.errors import EyasError
 

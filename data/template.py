@@ -22,7 +22,7 @@ from tokenizers import Encoding, Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, Message
-from data.rejects import RowRejected
+from data.policy import RowRejected
 from data.render import Renderer
 from data.spans import Located, Locator, Span, Turns
 from models.errors import EyasError

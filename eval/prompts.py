@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from data.conversations import Message, conversation_of, role_table
-from data.rejects import RowRejected
+from data.policy import RowRejected
 from data.rows import Row, read_rows
 from data.template import ChatTemplate
 from models.errors import EyasError

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.conversations import Conversation, Message, RejectLog, conversation_of, read_conversations, role_table
-from data.rejects import REJECTS, REPAIRS, RowRejected
+from data.policy import REJECTS, REPAIRS, RowRejected
 from data.rows import Row
 from models.errors import EyasError
 

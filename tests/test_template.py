@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from data.conversations import Conversation, Message, RejectLog
 from data.encode import encode_all, load_examples
+from data.policy import RowRejected
 from data.preview import print_preview
-from data.rejects import RowRejected
 from data.template import ChatTemplate, Example, decode
 from models.errors import EyasError
 from tests.chat_templates import (
