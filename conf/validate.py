@@ -85,15 +85,6 @@ PATHS = (
     "regenerate.out",
     "train.init_from",
 )
-    "output_dir",
-    "data.cache_dir",
-    "store.dir",
-    "export.dir",
-    "verify.prompts",
-    "drafter_path",
-    "regenerate.out",
-    "train.init_from",
-)
 
 Range = tuple[str, Callable[[float], bool]]
 ABOVE_ZERO: Range = ("above 0", lambda x: x > 0)
