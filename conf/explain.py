@@ -23,7 +23,7 @@ FROM_THE_DISK = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
     + (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE)
 )
-FREE = ("data.roles", "target.template_kwargs")  # sections whose keys are the user's own
+FREE = ("data.roles", "data.columns", "target.template_kwargs")  # sections whose keys are the user's own
 HELP = "--help lists recipes and keys"
 
 

@@ -18,6 +18,7 @@ from conf import CONF_DIR
 from conf.explain import every_key, unknown
 from conf.options import check_drafter, check_strategy
 from conf.schema import Config
+from data.rows import inputs_of
 from models.errors import EyasError
 
 PACKAGED = "eyas:"  # data files shipped with the package: eyas:quickstart/train.jsonl
@@ -118,6 +119,7 @@ CONFLICTS: tuple[Conflict, ...] = (
         "data.valid_path is set too; give one (data.valid_path=null)",
     ),
 )
+SERVERS = ("model", "concurrency", "retries", "timeout", "api_key_env")
 UNUSED: tuple[Conflict, ...] = (
     ("optim.muon_lr", lambda c: c.optim.name != "muon", "optim.name is not muon"),
     ("optim.decay", lambda c: c.optim.schedule != "wsd", "optim.schedule is not wsd"),
@@ -126,6 +128,9 @@ UNUSED: tuple[Conflict, ...] = (
     ("train.decay", lambda c: c.train.loss == "expected_length", "train.loss=expected_length weighs depths itself"),
     ("train.depth_weights", lambda c: c.train.loss == "expected_length", "train.loss=expected_length needs none"),
     ("store.dir", lambda c: c.features == "online", "features is online"),
+    ("regenerate.batch_size", lambda c: c.regenerate.server is not None, "a server batches itself"),
+    *((f"regenerate.{key}", lambda c: c.regenerate.server is None, "regenerate.server is not set") for key in SERVERS),
+    ("regenerate.top_p", lambda c: c.regenerate.temperature == 0, "regenerate.temperature is 0 (greedy)"),
     ("verify.top_k", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)"),
     ("verify.top_p", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)"),
 )
@@ -176,8 +181,9 @@ def check_keys(composed: DictConfig, prefix: str = "") -> None:
 
 
 def require_data(cfg: Config, job: str) -> None:
-    """train and data read conversations; eval does unless it is given prompts; the others never do."""
-    needed = job in ("train", "data") or (job == "eval" and cfg.verify.prompts is None and cfg.data.valid_path is None)
+    """train, data and regenerate read conversations; eval does unless it is given prompts; the others never do."""
+    readers = ("train", "data", "regenerate")
+    needed = job in readers or (job == "eval" and cfg.verify.prompts is None and cfg.data.valid_path is None)
     if needed and cfg.data.path is None:
         other = ", or verify.prompts=FILE" if job == "eval" else ""
         raise EyasError(
@@ -204,6 +210,7 @@ def check_outputs(cfg: Config, job: str) -> None:
     """What is written after hours of work must be writable from the start; finished features may be read-only."""
     written = ["output_dir"]
     written += ["store.dir"] if job == "data" or (job == "train" and cfg.features == "store") else []
+    written += ["data.cache_dir"] if job in ("train", "data", "eval") and cfg.data.path is not None else []
     written += ["export.dir"] if job in ("train", "export") else []
     for key in written:
         if value(cfg, key) is None:
@@ -212,7 +219,7 @@ def check_outputs(cfg: Config, job: str) -> None:
         there = next(path for path in (folder, *folder.parents) if path.exists())
         if not there.is_dir():
             refuse(cfg, key, f"{there} is a file; give a folder")
-        if key != "store.dir" and not os.access(there, os.W_OK | os.X_OK):
+        if key not in ("store.dir", "data.cache_dir") and not os.access(there, os.W_OK | os.X_OK):
             refuse(cfg, key, f"{there} cannot be written to")
 
 
@@ -273,9 +280,11 @@ def check_lists(cfg: Config) -> None:
         refuse(cfg, "verify.temperatures", "must be a list of temperatures, each 0 (greedy) or more")
     for key in ("data.path", "data.valid_path"):
         given = value(cfg, key)
-        paths = given if isinstance(given, list) else [given]
-        if given is not None and not (paths and all(isinstance(p, str) and p for p in paths)):
-            refuse(cfg, key, "must be a path, a `datasets` name, or a list of them")
+        items = given if isinstance(given, list) else [given]
+        if given is not None and not (items and all(isinstance(i, str | dict) and i for i in items)):
+            refuse(cfg, key, "must be a path, a `datasets` name, {path: ..., weight: ...}, or a list of them")
+        if given is not None:
+            inputs_of(given, key)
 
 
 def check_schedule(cfg: Config) -> None:
@@ -311,6 +320,8 @@ def packaged(key: str, path: Any) -> Any:
     """``eyas:quickstart/train.jsonl`` -> that file inside the installed package; lists item by item."""
     if isinstance(path, list):
         return [packaged(key, item) for item in path]
+    if isinstance(path, dict):
+        return path | {"path": packaged(key, path["path"])}
     if not isinstance(path, str) or not path.startswith(PACKAGED):
         return path
     name = path.removeprefix(PACKAGED)

@@ -17,18 +17,23 @@ log = logging.getLogger(__name__)
 def main(cfg: Config) -> None:
     import torch  # slow, as what follows: --help and mistakes in the configuration need not wait for it
 
+    from data.look import report
     from data.prepare import Inputs, open_target
-    from data.preview import print_preview
     from models.device import pick_device
     from models.target import Target
 
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     device = pick_device(cfg.device)
-    rejects_dir = Path(cfg.output_dir) if cfg.output_dir else None
+    run_dir = Path(cfg.output_dir or Path("outputs") / cfg.name)
     target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
-    inputs = Inputs.gather(open_target(target), target=target, data=data, store=store, rejects_dir=rejects_dir)
-    print_preview(inputs.corpus.train, inputs.files.tokenizer)
+    inputs = Inputs.gather(
+        open_target(target), target=target, data=data, store=store, prompts=cfg.verify.prompts, rejects_dir=run_dir
+    )
+    report(inputs, run_dir, cfg.preview, cfg.drafter.get("draft_vocab_size"), cfg.verify.gamma)
+    if cfg.features == "online":
+        log.info("features=online: nothing is dumped")
+        return
 
     @cache
     def load_target() -> Target:

@@ -24,7 +24,7 @@ from data.writer import FeatureWriter, ShardFile
 from models.errors import EyasError
 
 if TYPE_CHECKING:
-    from data.encode import Example
+    from data.template import Example
 
 log = logging.getLogger(__name__)
 

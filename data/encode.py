@@ -1,99 +1,179 @@
-"""Conversations to examples: batches through the chat template, counts what is lost, says how much is supervised."""
+"""Raw rows to documents, in this process or in several: the same documents and the same counts either way.
+
+Reading and parsing is one stream. What costs time (roles and contents, rendering, tokenising, masks) is done a batch
+at a time, wherever; what depends on the rows before (counts, duplicates, the limit) is done on the ordered results.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
-from data.conversations import Conversation, read_conversations
+from data.conversations import Conversation, conversation_of
+from data.decontaminate import EvaluationPrompts, opening
+from data.dialects import Dialect, id_of
+from data.documents import Packed
 from data.policy import RowRejected
-from data.rejects import RejectLog
-from data.template import ChatTemplate, Example
+from data.rows import Row, Source
+from data.template import ChatTemplate
 from models.errors import EyasError
 
-__all__ = ["Encoded", "Example", "encode_all", "load_examples", "summary"]
-
-BATCH = 256  # conversations tokenised at a time; the tokenizer spreads them over its threads
-
-
-class Encoded(NamedTuple):
-    """What `load_examples` gives: the documents, every rejected row, and a few lines to print."""
-
-    examples: list[Example]
-    rejects: RejectLog
-    summary: str
+BATCH = 256  # rows sent to a worker, and tokenised, at a time
+LARGE = 64 << 20  # bytes of input from which on starting workers pays
+MOST_WORKERS = 16  # that one reader can feed
 
 
-def load_examples(
-    paths: str | Path | Iterable[str | Path],
-    template: ChatTemplate,
-    *,
-    max_length: int,
-    max_documents: int | None = None,
-    roles: Mapping[str, str] | None = None,
-    split: str = "train",
-    rejects_path: Path | str | None = None,
-    key: str = "data.path",
-) -> Encoded:
-    """Read, render, tokenise and mask; write the rejected rows to ``rejects_path`` (even if nothing is usable).
+class Outcome(NamedTuple):
+    """What became of a row: documents, or the reason why there are none.
 
-    Raises EyasError if no row is usable, with a table of the reasons, under the ``key`` that gave the paths.
+    digest: of its turns, equal for duplicates. opening: of its first question. evaluation: name of an evaluation
+    prompt that it holds, "" if none.
     """
-    rejects = RejectLog()
-    conversations = read_conversations(paths, roles=roles, split=split, rejects=rejects, key=key)
-    try:
-        examples = encode_all(conversations, template, max_length, max_documents, rejects, key)
-    finally:
-        if rejects_path is not None:
-            rejects.write(rejects_path)
-    return Encoded(examples, rejects, summary(examples, rejects))
+
+    file: str
+    row: int
+    input: int
+    id: str
+    reason: str = ""
+    detail: str = ""
+    repairs: tuple[str, ...] = ()
+    documents: tuple[Packed, ...] = ()
+    digest: bytes = b""
+    opening: int = 0
+    evaluation: str = ""
 
 
-def encode_all(
-    conversations: Iterable[Conversation],
-    template: ChatTemplate,
-    max_length: int,
-    max_documents: int | None,
-    rejects: RejectLog,
-    key: str = "data.path",
-) -> list[Example]:
-    """Examples of the first ``max_documents`` usable conversations (None: all), in order.
+@dataclass(frozen=True)
+class Encoder:
+    """Everything that turns a raw row into documents; goes to worker processes as a whole."""
 
-    Every conversation taken is kept or listed in ``rejects``. Raises EyasError, with the table of reasons, if
-    nothing is left to train on.
-    """
-    if max_length < 3:
-        raise EyasError(f"data.max_length={max_length}: must be at least 3 tokens")
-    if max_documents is not None and max_documents < 1:
-        raise EyasError(f"data.max_documents={max_documents}: must be at least 1, or null for all")
-    source, examples, kept = iter(conversations), list[Example](), 0
-    while max_documents is None or kept < max_documents:
-        # Never takes more than can still be kept, so that every row read is kept or rejected.
-        batch = list(islice(source, BATCH if max_documents is None else min(BATCH, max_documents - kept)))
-        if not batch:
-            break
-        for conversation, result in zip(batch, template.encode_batch(batch, max_length), strict=True):
-            if isinstance(result, RowRejected):
-                rejects.add(conversation.source_file, conversation.row, conversation.id, result.reason, result.detail)
+    template: ChatTemplate
+    dialect: Dialect
+    max_length: int
+    evaluation: EvaluationPrompts | None = None
+
+    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
+        """The outcome of every row, in order."""
+        read: list[tuple[Conversation, list[str]] | RowRejected] = []
+        for row in rows:
+            try:
+                if row.problem:
+                    raise RowRejected(row.problem, row.detail)
+                read.append(conversation_of(row, self.dialect))
+            except RowRejected as rejected:
+                read.append(rejected)
+        conversations = [item[0] for item in read if not isinstance(item, RowRejected)]
+        encoded = iter(self.template.encode_batch(conversations, self.max_length))
+        outcomes = []
+        for row, item in zip(rows, read, strict=True):
+            if isinstance(item, RowRejected):
+                outcomes.append(_rejected(row, item))
                 continue
-            kept += 1
-            examples += result
-            if any(example.truncated for example in result):
-                rejects.repair("cut_at_max_length")
-    if not examples:
-        raise EyasError(f"{key}: 0 of {rejects.rows} usable\n{rejects.table()}")
-    return examples
+            result = next(encoded)
+            if isinstance(result, RowRejected):
+                outcomes.append(_rejected(row, result))
+            else:
+                outcomes.append(self._kept(row, *item, result.repairs, [Packed.of(e) for e in result.examples]))
+        return outcomes
+
+    def _kept(
+        self, row: Row, conversation: Conversation, read: list[str], rendered: list[str], documents: list[Packed]
+    ) -> Outcome:
+        messages = conversation.messages
+        return Outcome(
+            row.file,
+            row.row,
+            row.input,
+            conversation.id,
+            repairs=(*read, *rendered),
+            documents=tuple(documents),
+            digest=_digest(conversation),
+            opening=opening(messages),
+            evaluation=self.evaluation.find(messages) if self.evaluation else "",
+        )
 
 
-def summary(examples: list[Example], rejects: RejectLog) -> str:
-    """A few lines for the log, first how much is supervised."""
-    tokens = sum(len(example.input_ids) for example in examples)
-    supervised = sum(example.num_supervised for example in examples)
-    lengths = sorted(len(example.input_ids) for example in examples)
-    head = (
-        f"SUPERVISED: {supervised:,} of {tokens:,} tokens ({supervised / tokens:.1%}) in {len(examples):,} documents "
-        f"(length median {lengths[len(lengths) // 2]:,}, longest {lengths[-1]:,})"
-    )
-    return f"{head}\n{rejects.table()}"
+def _rejected(row: Row, rejected: RowRejected) -> Outcome:
+    return Outcome(row.file, row.row, row.input, id_of(row.value), rejected.reason, rejected.detail)
+
+
+def _digest(conversation: Conversation) -> bytes:
+    """Of what the target sees of a conversation."""
+    digest = hashlib.blake2b(digest_size=16)
+    for message in conversation.messages:
+        digest.update(f"{message.role}\0{message.content}\0".encode())
+        for call in message.tool_calls:
+            digest.update(json.dumps([call.name, call.arguments], sort_keys=True, default=str).encode())
+    if conversation.tools:
+        digest.update(json.dumps(conversation.tools, sort_keys=True, default=str).encode())
+    return digest.digest()
+
+
+# --- one process or several ----------------------------------------------------------------------------------------
+
+
+def outcomes(encoder: Encoder, rows: Iterable[Row], workers: int) -> Generator[Outcome, None, None]:
+    """Outcomes of all rows in their order. workers: processes beside this one, which then only reads; 0: none.
+
+    Raises EyasError if a worker process dies.
+    """
+    batches = _batches(rows)
+    if not workers:
+        for batch in batches:
+            yield from encoder(batch)
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(workers, context, _start, (encoder,))
+    try:
+        waiting: deque[Future[list[Outcome]]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) > 2 * workers:  # bounds what is held in memory
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    except BrokenProcessPool:
+        raise EyasError(
+            f"data.workers={workers}: a worker process died, most likely for want of memory; give fewer"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def pick_workers(workers: int | None, sources: Sequence[Source]) -> int:
+    """``data.workers``, or as many as the input is worth: none for small files, otherwise one a core."""
+    if workers is not None:
+        return workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    large = sum(source.size() for source in sources) >= LARGE or any(source.kind == "hub" for source in sources)
+    return min(cores, MOST_WORKERS) if large and cores > 1 else 0
+
+
+_encoder: Encoder | None = None  # of a worker process
+
+
+def _start(encoder: Encoder) -> None:
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the threads
+    _encoder = encoder
+
+
+def _work(rows: list[Row]) -> list[Outcome]:
+    assert _encoder is not None
+    return _encoder(rows)
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    source = iter(rows)
+    while batch := list(islice(source, BATCH)):
+        yield batch

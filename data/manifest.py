@@ -28,7 +28,7 @@ import torch
 from models.errors import EyasError
 
 if TYPE_CHECKING:
-    from data.encode import Example
+    from data.template import Example
 
 FORMAT = "eyas-features"
 VERSION = 1

@@ -17,30 +17,44 @@ from models.errors import EyasError
 WINDOW = 1024  # documents packed together: enough to fill bins tightly, few enough that bins stay random
 
 
-def plan_epoch(lengths: Sequence[int], *, seed: int, epoch: int, bin_tokens: int) -> list[list[int]]:
+def plan_epoch(
+    lengths: Sequence[int], *, seed: int, epoch: int, bin_tokens: int, weights: Sequence[float] | None = None
+) -> list[list[int]]:
     """Bins of document numbers, each of at most ``bin_tokens`` tokens, every document exactly once.
 
-    A document longer than a bin gets one of its own. Raises EyasError for an empty document.
+    A document longer than a bin gets one of its own. weights: how often each document comes (2.5: twice, and once
+    more in half of the epochs). Raises EyasError for an empty document.
     """
     if bin_tokens < 1:
         raise EyasError(f"train.bin_tokens={bin_tokens}: must be at least 1")
     if min(lengths, default=1) < 1:
         raise EyasError(f"document {min(range(len(lengths)), key=lengths.__getitem__)} has no tokens")
-    order = _permutation(len(lengths), seed, epoch)
+    order = _permutation([1.0] * len(lengths) if weights is None else weights, seed, epoch)
     bins: list[list[int]] = []
     for start in range(0, len(order), WINDOW):
         bins += _pack(order[start : start + WINDOW], lengths, bin_tokens)
     return bins
 
 
-def _permutation(count: int, seed: int, epoch: int) -> list[int]:
+def _permutation(weights: Sequence[float], seed: int, epoch: int) -> list[int]:
     """Documents sorted by a hash: the same in every version of Python and every library, unlike a generator's."""
     prefix = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=16).digest()
 
-    def rank(document: int) -> bytes:
-        return hashlib.blake2b(prefix + document.to_bytes(8, "little"), digest_size=8).digest()
+    def rank(document: int, copy: int) -> bytes:
+        more = copy.to_bytes(4, "little") if copy else b""
+        return hashlib.blake2b(prefix + document.to_bytes(8, "little") + more, digest_size=8).digest()
 
-    return sorted(range(count), key=lambda document: (rank(document), document))
+    places = [(rank(d, copy), d) for d, weight in enumerate(weights) for copy in range(_times(d, weight, seed, epoch))]
+    return [document for _, document in sorted(places)]
+
+
+def _times(document: int, weight: float, seed: int, epoch: int) -> int:
+    """How often a document comes in an epoch. A fraction comes by its turn, not by chance: of two documents in a
+    row with weight 0.5 one comes in every epoch, and each in every second one."""
+    if weight == int(weight):
+        return int(weight)
+    start = (document + epoch + seed) * (weight % 1)
+    return int(weight) + (math.floor(start + weight % 1) > math.floor(start))
 
 
 def _pack(documents: list[int], lengths: Sequence[int], bin_tokens: int) -> list[list[int]]:
@@ -80,16 +94,20 @@ class StepPlan:
         bins_per_step: int = 1,
         epochs: float | None = None,
         steps: int | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
         if not lengths:
             raise EyasError("data.path: no document to train on")
         if bins_per_step < 1:
             raise EyasError(f"train.bins_per_step={bins_per_step}: must be at least 1")
         self.lengths, self.seed = list(lengths), seed
+        self.weights = None if weights is None or set(weights) == {1.0} else list(weights)
         self.bin_tokens, self.bins_per_step = bin_tokens, bins_per_step
         self._first = [0]  # number of the first bin of each epoch planned so far
         self._cached: dict[int, list[list[int]]] = {}
         self.total_bins = self._total(epochs, steps)
+        if not self.total_bins:
+            raise EyasError("data.path: the weights are so small that an epoch holds no document")
         self.total_steps = math.ceil(self.total_bins / bins_per_step)
 
     def bins(self, step: int) -> list[list[int]]:
@@ -130,7 +148,9 @@ class StepPlan:
 
     def _planned(self, epoch: int) -> list[list[int]]:
         if epoch not in self._cached:
-            bins = plan_epoch(self.lengths, seed=self.seed, epoch=epoch, bin_tokens=self.bin_tokens)
+            bins = plan_epoch(
+                self.lengths, seed=self.seed, epoch=epoch, bin_tokens=self.bin_tokens, weights=self.weights
+            )
             while len(self._cached) >= 2:  # a step rarely spans more than two epochs
                 del self._cached[next(iter(self._cached))]
             self._cached[epoch] = bins

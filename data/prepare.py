@@ -4,20 +4,16 @@ evaluation share. Each is skipped when its output is there already, made from th
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
+from data.corpus import Corpus, read_corpus
 from data.dump import FeatureTarget, dump
-from data.encode import load_examples
 from data.manifest import store_key
 from data.store import FeatureStore
 from data.template import ChatTemplate, Example
@@ -72,89 +68,10 @@ def open_target(target: Mapping[str, Any]) -> TargetFiles:
     return TargetFiles.open(target["path"], **{key: target[key] for key in keys})
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Documents to train on and documents held out (perhaps none)."""
-
-    train: list[Example]
-    valid: list[Example]
-
-    def prompts(self) -> list[list[int]]:
-        """What comes before the first answer of every held-out document: what a verifier may be given."""
-        return [e.input_ids[: e.supervised.index(True)] for e in self.valid if True in e.supervised[1:]]
-
-
-def read_corpus(
-    template: ChatTemplate,
-    *,
-    path: str | list[str],
-    valid_path: str | list[str] | None,
-    valid_fraction: float,
-    max_length: int,
-    max_documents: int | None = None,
-    roles: dict[str, str] | None = None,
-    split: str = "train",
-    rejects_dir: Path | None = None,
-) -> Corpus:
-    """Read, render and mask the conversations of the ``data`` section; rejected rows go to
-    ``rejects_dir``/rejects.jsonl (rejects_valid.jsonl). Raises EyasError if nothing is usable.
-    """
-
-    def read(key: str, source: str | list[str], limit: int | None, name: str) -> list[Example]:
-        rejects = rejects_dir / name if rejects_dir is not None else None
-        encoded = load_examples(
-            source,
-            template,
-            max_length=max_length,
-            max_documents=limit,
-            roles=roles,
-            split=split,
-            rejects_path=rejects,
-            key=key,
-        )
-        where = f"; rejected rows are listed in {rejects}" if rejects is not None and encoded.rejects.rejected else ""
-        log.info("%s: %s%s", source, encoded.summary, where)
-        return encoded.examples
-
-    examples = read("data.path", path, max_documents, "rejects.jsonl")
-    if valid_path is None:
-        return split_held_out(examples, valid_fraction)
-    corpus = Corpus(examples, read("data.valid_path", valid_path, None, "rejects_valid.jsonl"))
-    seen = {_content(example) for example in corpus.train}
-    shared = sum(_content(example) in seen for example in corpus.valid)
-    if shared:
-        log.warning("%d of %d held-out documents are in the training data too", shared, len(corpus.valid))
-    return corpus
-
-
-def split_held_out(examples: Sequence[Example], fraction: float) -> Corpus:
-    """Hold out ``fraction`` of the conversations (at least one of two), evenly spaced; does not depend on any seed.
-
-    All documents of one conversation, and conversations with the same tokens, stay on one side.
-    """
-    if not 0 <= fraction < 1:
-        raise EyasError(f"data.valid_fraction={fraction}: must be 0 or more and below 1")
-    groups: dict[str, list[Example]] = {}
-    for example in examples:  # a conversation's further documents are named source#1, source#2 ...
-        groups.setdefault(re.sub(r"#\d+$", "", example.source), []).append(example)
-    conversations = list(groups.values())
-    count = min(len(conversations) - 1, max(1, round(fraction * len(conversations)))) if fraction else 0
-    chosen = {(2 * i + 1) * len(conversations) // (2 * count) for i in range(count)}
-    valid = [e for i, group in enumerate(conversations) if i in chosen for e in group]
-    held = {_content(example) for example in valid}
-    train = [e for i, group in enumerate(conversations) if i not in chosen for e in group if _content(e) not in held]
-    if not train:
-        raise EyasError("data.path: nothing is left to train on beside the held-out conversations; give more of them")
-    return Corpus(train, valid)
-
-
-def token_counts(examples: Sequence[Example], vocab_size: int) -> Tensor:
-    """Occurrences of each token among supervised tokens, [V] int64: what a draft vocabulary is chosen by."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for example in examples:
-        ids = torch.tensor(example.input_ids)[torch.tensor(example.supervised, dtype=torch.bool)]
-        counts += torch.bincount(ids, minlength=vocab_size)
-    return counts
+def chat_template(files: TargetFiles, target: Mapping[str, Any], data: Mapping[str, Any]) -> ChatTemplate:
+    """The target's template as the ``target`` and ``data`` sections want it."""
+    how = {key: data[key] for key in ("supervise", "tools", "too_long")}
+    return ChatTemplate(files.tokenizer, None, target["template_kwargs"], eos_ids=files.eos_ids, **how)
 
 
 @dataclass(frozen=True)
@@ -178,14 +95,14 @@ class Inputs:
         target: Mapping[str, Any],
         data: Mapping[str, Any],
         store: Mapping[str, Any],
+        prompts: str | None = None,
         rejects_dir: Path | None = None,
     ) -> Inputs:
         """Read, render and mask the conversations of the ``data`` section (see :func:`read_corpus`)."""
-        kwargs, supervise = target["template_kwargs"], data["supervise"]
-        template = ChatTemplate(files.tokenizer, None, kwargs, supervise, eos_ids=files.eos_ids)
-        keys = ("path", "valid_path", "valid_fraction", "max_length", "max_documents", "roles", "split")
-        corpus = read_corpus(template, **{key: data[key] for key in keys}, rejects_dir=rejects_dir)
-        return cls(files, template, corpus, target, store)
+        template = chat_template(files, target, data)
+        return cls(
+            files, template, read_corpus(template, data, prompts=prompts, rejects_dir=rejects_dir), target, store
+        )
 
     def key(self, examples: Sequence[Example]) -> str:
         """Digest of all that determines these documents' features: the name of their store."""
@@ -229,10 +146,12 @@ class Inputs:
                 dtype=self.store["dtype"],
                 shard_bytes=self.store["shard_mib"] << 20,
                 batch_tokens=self.store["batch_tokens"],
-                provenance={"target": self.target["path"], "template": self.template.fingerprint()},
+                provenance={
+                    "target": self.target["path"],
+                    "template": self.template.fingerprint(),
+                    "template_kwargs": dict(self.target["template_kwargs"]),
+                    "supervise": self.template.supervise,
+                    "statistics": self.corpus.about["statistics"],
+                },
                 progress=progress,
             )
-
-
-def _content(example: Example) -> bytes:
-    return hashlib.blake2b(repr(example.input_ids).encode(), digest_size=16).digest()

@@ -20,6 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from data.policy import RowRejected
 from models.errors import EyasError
 
+Turns = Sequence[dict[str, Any]]  # role, content and what `data.tools` adds for calls and results
+Tools = Sequence[Mapping[str, Any]]
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around the text of a generation block, taken out again after rendering
 
 
@@ -43,7 +45,7 @@ class _GenerationTag(Extension):
 
 
 class Renderer:
-    """``renderer(messages, prompt)`` -> Rendered; ``prompt`` appends the generation prompt.
+    """``renderer(turns, prompt, tools)`` -> Rendered; ``prompt`` appends the generation prompt.
 
     variables: what the template sees beside the messages (special tokens, ``target.template_kwargs``).
     """
@@ -64,13 +66,41 @@ class Renderer:
         except jinja2.TemplateSyntaxError as error:
             raise EyasError(f"target.chat_template: not a valid Jinja template, line {error.lineno}: {error}") from None
 
-    def __call__(self, messages: Sequence[Mapping[str, str]], prompt: bool = False) -> Rendered:
+    def __call__(self, turns: Turns, prompt: bool = False, tools: Tools = ()) -> Rendered:
         """Raises RowRejected (template_error) if the template refuses or fails."""
+        variables = {**self._variables, "tools": list(tools)} if tools else self._variables
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=prompt, **self._variables)
+            text = self._template.render(messages=turns, add_generation_prompt=prompt, **variables)
         except Exception as error:  # the template is the user's program: whatever it raises concerns this row only
             raise RowRejected("template_error", f"{type(error).__name__}: {error}") from None
         return _unmark(text) if OPEN in text else Rendered(text, ())
+
+
+class Renders:
+    """The renders of a conversation's beginnings, each made once."""
+
+    def __init__(self, renderer: Renderer, turns: Turns, tools: Tools = ()) -> None:
+        self._renderer, self.turns, self.tools = renderer, turns, tools
+        self._made: dict[tuple[int, bool], Rendered] = {}
+
+    def first(self, count: int) -> Renders:
+        """The conversation's first ``count`` turns, with the renders made so far."""
+        renders = Renders(self._renderer, self.turns[:count], self.tools)
+        renders._made = self._made
+        return renders
+
+    def prompt(self, i: int) -> str:
+        """The turns before turn i with the generation prompt: what a server feeds. Raises RowRejected."""
+        return self._render(i, True).text
+
+    def upto(self, i: int) -> Rendered:
+        """The turns up to and with turn i. Raises RowRejected."""
+        return self._render(i + 1, False)
+
+    def _render(self, count: int, prompt: bool) -> Rendered:
+        if (count, prompt) not in self._made:
+            self._made[count, prompt] = self._renderer(self.turns[:count], prompt, self.tools)
+        return self._made[count, prompt]
 
 
 def _unmark(text: str) -> Rendered:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import io
 import json
+import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from models.errors import EyasError
 
@@ -28,48 +30,129 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True)
 class Row:
-    """A raw row. ``row`` from 1; ``problem`` is a reason out of `data.rejects.REJECTS` when there is no value."""
+    """A raw row. ``row`` from 1; ``problem`` is a reason out of `data.policy.REJECTS` when there is no value.
+
+    input: which of the given inputs it came from, from 0.
+    """
 
     file: str
     row: int
     value: Any = None
     problem: str | None = None
     detail: str = ""
+    input: int = 0
 
 
-def read_rows(
-    paths: str | Path | Iterable[str | Path], *, split: str = "train", key: str = "data.path"
-) -> Iterator[Row]:
-    """Raw rows of files, folders (all data files below, by name) and `datasets` names or saved folders, in order.
+@dataclass(frozen=True)
+class Input:
+    """One of the inputs of ``data.path``: a file, a folder or a `datasets` name.
 
-    ``key`` is the configuration key that gave the paths: mistakes are told under its name.
-
-    Raises EyasError if a path does not exist or is of a shape no row can be taken from.
+    weight: how often its conversations are seen in an epoch; 0.5 is a half of them, another half each epoch.
     """
-    listed = [paths] if isinstance(paths, str | Path) else list(paths)
+
+    path: str
+    weight: float = 1.0
+
+
+Given = str | Path | Input | Mapping[str, Any]
+
+
+def inputs_of(given: Given | Iterable[Given], key: str = "data.path") -> list[Input]:
+    """The inputs that a path, a {path, weight} or a list of them names. Raises EyasError naming ``key``."""
+    listed = [given] if isinstance(given, str | Path | Input | Mapping) else list(given)
     if not listed:
         raise EyasError(f"{key}: no file given")
-    for path in listed:
-        yield from _read_path(str(path), split, key)
+    return [_input(item, key) for item in listed]
 
 
-def _read_path(name: str, split: str, key: str) -> Iterator[Row]:
+def _input(given: Given, key: str) -> Input:
+    if isinstance(given, Input):
+        return given
+    if isinstance(given, str | Path):
+        return Input(str(given))
+    path, weight = given.get("path"), given.get("weight", 1.0)
+    if not isinstance(path, str) or not path or set(given) - {"path", "weight"}:
+        raise EyasError(f"{key}={dict(given)}: an input is a path or {{path: FILE, weight: NUMBER}}")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise EyasError(f"{key}={dict(given)}: a weight must be a number above 0")
+    return Input(path, float(weight))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A place that rows are read from: a file, a saved dataset (a folder) or the name of a hub dataset.
+
+    input: number of the input that named it.
+    """
+
+    kind: Literal["file", "saved", "hub"]
+    name: str
+    input: int = 0
+
+    def fingerprint(self) -> str:
+        """Digest of the content; of a hub dataset only the name."""
+        digest = hashlib.blake2b(f"{self.kind} {self.name}".encode("utf-8", "surrogateescape"), digest_size=16)
+        for path in self.files():
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
+        return digest.hexdigest()
+
+    def size(self) -> int:
+        """Bytes on disk; 0 if not known."""
+        return sum(path.stat().st_size for path in self.files())
+
+    def files(self) -> list[Path]:
+        if self.kind == "hub":
+            return []
+        path = Path(self.name)
+        return [path] if self.kind == "file" else sorted(f for f in path.rglob("*") if f.is_file())
+
+
+def sources_of(given: Given | Iterable[Given], key: str = "data.path") -> list[Source]:
+    """Where the rows of these inputs lie, folders opened up (all data files below, by name), in order.
+
+    Raises EyasError, naming ``key``, for a path that does not exist or a folder without data.
+    """
+    return [source for number, item in enumerate(inputs_of(given, key)) for source in _sources(item.path, number, key)]
+
+
+def _sources(name: str, number: int, key: str) -> list[Source]:
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            yield from _read_saved_dataset(path, split)
-            return
+            return [Source("saved", str(path), number)]
         files = sorted(f for f in path.rglob("*") if f.is_file() and f.name.lower().endswith(SUFFIXES))
         if not files:
             raise EyasError(f"{key}={name}: the folder holds no {', '.join(SUFFIXES[:4])} file")
-        for file in files:
-            yield from _read_file(file)
-    elif path.exists():
-        yield from _read_file(path)
-    elif _HUB_NAME.fullmatch(name) and not name.lower().endswith(SUFFIXES):
-        yield from _read_hub_dataset(name, split, key)
+        return [Source("file", str(file), number) for file in files]
+    if path.exists():
+        return [Source("file", str(path), number)]
+    if _HUB_NAME.fullmatch(name) and not name.lower().endswith(SUFFIXES):
+        return [Source("hub", name, number)]
+    raise EyasError(f"{key}={name}: no such file or folder (looked in {Path.cwd()})")
+
+
+def read_rows(given: Given | Iterable[Given], *, split: str = "train", key: str = "data.path") -> Iterator[Row]:
+    """Raw rows of the inputs, in order. ``key`` is the configuration key that gave them: mistakes are told under it.
+
+    Raises EyasError if a path does not exist or is of a shape no row can be taken from.
+    """
+    for source in sources_of(given, key):
+        yield from read_source(source, split=split, key=key)
+
+
+def read_source(source: Source, *, split: str = "train", key: str = "data.path") -> Iterator[Row]:
+    """Raw rows of one source."""
+    if source.kind == "file":
+        rows = _read_file(Path(source.name))
+    elif source.kind == "saved":
+        rows = _read_saved_dataset(Path(source.name), split)
     else:
-        raise EyasError(f"{key}={name}: no such file or folder (looked in {Path.cwd()})")
+        rows = _read_hub_dataset(source.name, split, key)
+    if source.input == 0:
+        yield from rows
+    else:
+        yield from (replace(row, input=source.input) for row in rows)
 
 
 def _read_file(path: Path) -> Iterator[Row]:
@@ -95,12 +178,20 @@ def _read_json(stream: Stream, file: str) -> Iterator[Row]:
         yield Row(file, 1, problem="empty_file")
     elif head[:1] == b"[" or head.split(b"\n", 1)[0].strip() == b"{":
         yield from _read_values(_pieces(stream, file), file)
-    elif head[:1] == b"{":
+    elif head[:1] == b"{" or _is_json(head.split(b"\n", 1)[0]):
         for number, line in _lines(stream, file):
             yield _parse_line(file, number, line)
     else:
         shown = head[:40].decode("utf-8", "replace").strip()
         raise EyasError(f"{file}: expected a JSON array of conversations or one JSON object a line, found {shown!r}")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _pieces(stream: Stream, file: str) -> Iterator[bytes]:
@@ -160,7 +251,7 @@ def _read_values(pieces: Iterator[bytes], file: str) -> Iterator[Row]:
             continue
         row += 1
         try:
-            yield Row(file, row, cursor.value())
+            yield Row(file, row, cursor.value(row))
         except EOFError:
             yield Row(file, row, problem="truncated_file", detail=f"the file ends inside row {row}")
             return
@@ -196,17 +287,16 @@ class _Cursor:
             if self.pos < len(self.text) or not self._more():
                 return self.text[self.pos : self.pos + 1]
 
-    def value(self) -> Any:
-        """Decode one JSON value. EOFError: the text ends inside it. EyasError: it is not JSON."""
+    def value(self, row: int) -> Any:
+        """Decode one JSON value, that of ``row``. EOFError: the text ends inside it. EyasError: it is not JSON."""
         while True:
             try:
                 value, end = self._json.raw_decode(self.text, self.pos)
             except (ValueError, RecursionError) as error:
                 if not self._unfinished(error):
                     where = self._before + getattr(error, "pos", self.pos)
-                    raise EyasError(
-                        f"{self._file}: not valid JSON at character {where}: {getattr(error, 'msg', error)}"
-                    ) from None
+                    why = getattr(error, "msg", error)
+                    raise EyasError(f"{self._file}: not valid JSON in row {row}, at character {where}: {why}") from None
                 if not self._more():
                     raise EOFError from None
                 continue

@@ -15,7 +15,7 @@ from models.batch import Batch
 from models.errors import EyasError
 
 if TYPE_CHECKING:
-    from data.encode import Example
+    from data.template import Example
 
 
 class FeatureSource(Protocol):

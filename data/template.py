@@ -1,36 +1,42 @@
 """Token ids and supervised mask of conversations, by the target's own chat template.
 
 The whole rendered conversation is tokenised once, without adding special tokens (a template writes its own BOS), so
-the ids are those a server feeds. Answers are located in the text by `data.spans` and mapped to tokens by offsets;
-at start-up, and again on the first real conversations, the supervised spans are decoded and compared.
+the ids are those a server feeds. Answers are located in the text by `data.spans` and mapped to tokens by offsets
+(`data.tokens`); at start-up, and again on the first real conversations, the supervised spans are decoded and compared.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-import unicodedata
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import Encoding, Tokenizer, processors
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from data.conversations import Conversation, Message
 from data.policy import RowRejected
-from data.render import Renderer
-from data.spans import Located, Locator, Span, Turns
+from data.proof import check_decoded, prove
+from data.render import Renderer, Renders, Tools
+from data.rounds import groups, guess_starts, rounds_of
+from data.spans import Located, Locator
+from data.tokens import Tokens, decode, tokens_of
+from data.tools import CallForm, find_form, is_plain, offers_tools, turns_of
 from models.errors import EyasError
 
+__all__ = ["ChatTemplate", "Encoded", "Example", "decode"]
+
 SUPERVISE = ("assistant", "last", "all")
+TOOLS = ("render", "reject")
+TOO_LONG = ("cut", "split", "reject")
 DAY = "2025-01-01"  # what strftime_now says unless target.template_kwargs.today gives another day
-RULE_VERSION = 1  # of the mask; part of the fingerprint
-PROVEN_EXAMPLES = 64  # how many real examples are decoded and compared, beside the probes
+RULE_VERSION = 2  # of the mask; part of the fingerprint
+PROVEN_DOCUMENTS = 64  # how many real documents are decoded and compared, beside the probes
 
 
 @dataclass(frozen=True)
@@ -47,13 +53,41 @@ class Example:
         return sum(self.supervised)
 
 
+class Encoded(NamedTuple):
+    """The examples of a conversation, and the names of the repairs made (`data.policy.REPAIRS`)."""
+
+    examples: list[Example]
+    repairs: list[str]
+
+
+class _Document(NamedTuple):
+    """A whole document before its length is looked at. spelled: an answer spells control tokens."""
+
+    located: Located
+    encoding: Encoding
+    ids: list[int]
+    mask: list[bool]
+    spelled: bool
+
+
+class _Shown(NamedTuple):
+    """What is rendered of a conversation. wanted: indices of the answers to supervise (all of them, if all tokens
+    are)."""
+
+    messages: Sequence[Message]
+    tools: Tools
+    wanted: frozenset[int]
+
+
 class ChatTemplate:
-    """Encodes conversations for one target.
+    """Encodes conversations for one target. Can be pickled.
 
     template: Jinja source, or a file of it, in place of the tokenizer's own. kwargs: variables for the template
     (``enable_thinking``, ``date_string``); the key ``today`` (YYYY-MM-DD) sets the day of ``strftime_now``.
     supervise: ``assistant`` answers, only the ``last`` answer of each conversation, or ``all`` tokens.
     eos_ids: further ids that end a generation (the target's), for templates that close a turn by the next header.
+    tools: ``render`` tool calls and results as the template does, or ``reject`` conversations that have any.
+    too_long: ``cut`` conversations on a token boundary, ``split`` them into documents of whole rounds, ``reject`` them.
     Raises EyasError if the mask cannot be proven for this template and tokenizer.
     """
 
@@ -65,21 +99,31 @@ class ChatTemplate:
         supervise: str = "assistant",
         *,
         eos_ids: Iterable[int] = (),
+        tools: str = "render",
+        too_long: str = "cut",
     ) -> None:
-        if supervise not in SUPERVISE:
-            raise EyasError(f"data.supervise={supervise}: must be one of {', '.join(SUPERVISE)}")
-        self.tokenizer, self.supervise = tokenizer, supervise
+        for key, value, allowed in (
+            ("supervise", supervise, SUPERVISE),
+            ("tools", tools, TOOLS),
+            ("too_long", too_long, TOO_LONG),
+        ):
+            if value not in allowed:
+                raise EyasError(f"data.{key}={value}: must be one of {', '.join(allowed)}")
+        self.tokenizer, self.supervise, self.tools, self.too_long = tokenizer, supervise, tools, too_long
         self.source = _source(tokenizer, template)
-        self.kwargs = dict(kwargs or {})
-        self._backend = _backend(tokenizer)
-        ends = {*eos_ids, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
+        self.kwargs, self.eos_ids = dict(kwargs or {}), tuple(eos_ids)
+        ends = {*self.eos_ids, *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
+        eos = [str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(ends) if i < len(tokenizer)]
+        self.tokens = Tokens(tokenizer, ends)
         variables = {**tokenizer.special_tokens_map, **self.kwargs}
         renderer = Renderer(self.source, variables, _day(variables.pop("today", DAY)))
-        control = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-        eos = [str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(ends) if i < len(tokenizer)]
-        self.locator = Locator(renderer, control, eos)
-        self._to_prove = PROVEN_EXAMPLES
-        self._prove()
+        self.locator = Locator(renderer, self.tokens.control, eos)
+        self._to_prove = PROVEN_DOCUMENTS
+        prove(self.locator, self.tokens, self.source, self.kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild = partial(ChatTemplate, eos_ids=self.eos_ids, tools=self.tools, too_long=self.too_long)
+        return rebuild, (self.tokenizer, self.source, self.kwargs, self.supervise)
 
     # --- encoding ----------------------------------------------------------------------------------------------------
 
@@ -88,202 +132,188 @@ class ChatTemplate:
         result = self.encode_batch([conversation], max_length)[0]
         if isinstance(result, RowRejected):
             raise result
-        return result
+        return result.examples
 
-    def encode_batch(self, conversations: Sequence[Conversation], max_length: int) -> list[list[Example] | RowRejected]:
+    def encode_batch(self, conversations: Sequence[Conversation], max_length: int) -> list[Encoded | RowRejected]:
         """Per conversation its examples, or why it has none.
 
         A template that rewrites history (drops the reasoning of earlier turns) gives one example for each answer
         that stands differently in a longer render, every one as it is served; each answer is supervised once.
-        Longer than ``max_length`` tokens: cut on a token boundary, the mask with it.
+        What is longer than ``max_length`` tokens is cut, split or rejected.
         """
-        located: list[list[Located] | RowRejected] = []
+        drafts: list[tuple[_Shown, list[Located], list[str]] | RowRejected] = []
         for conversation in conversations:
             try:
-                located.append(list(self._located(conversation)))
+                shown, repairs = self._shown(conversation)
+                drafts.append((shown, list(self._locate(shown)), repairs))
             except RowRejected as rejected:
-                located.append(rejected)
-        texts = [item.text for result in located if not isinstance(result, RowRejected) for item in result]
-        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
-        results: list[list[Example] | RowRejected] = []
-        for conversation, result in zip(conversations, located, strict=True):
-            if isinstance(result, RowRejected):
-                results.append(result)
+                drafts.append(rejected)
+        texts = [located.text for draft in drafts if not isinstance(draft, RowRejected) for located in draft[1]]
+        encodings = iter(self.tokens.encode_batch(texts))
+        results: list[Encoded | RowRejected] = []
+        for conversation, draft in zip(conversations, drafts, strict=True):
+            if isinstance(draft, RowRejected):
+                results.append(draft)
                 continue
-            pairs = [(item, next(encodings)) for item in result]
+            shown, locations, repairs = draft
+            pairs = [(located, next(encodings)) for located in locations]
             try:
-                results.append([*self._examples(conversation, pairs, max_length)])
+                documents = [self._document(*pair, conversation.source) for pair in pairs]
+                results.append(self._encoded(conversation, shown, documents, repairs, max_length))
             except RowRejected as rejected:
                 results.append(rejected)
         return results
 
-    def prompt_ids(self, messages: Sequence[Message | Mapping[str, str]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message | Mapping[str, Any]], tools: Tools = ()) -> list[int]:
         """Ids of the turns with the generation prompt: what the target reads before it answers.
 
-        Equal to the start of the training render of the same turns and their answer. Raises EyasError if the
-        template refuses the turns.
+        Equal to the start of the training render of the same turns and their answer. tools: those on offer, as
+        OpenAI's API takes them. Raises EyasError if the template refuses the turns.
         """
-        turns = [message if isinstance(message, Mapping) else _turn(message) for message in messages]
         try:
-            text = self.locator.render([dict(turn) for turn in turns], prompt=True).text
+            text = self.locator.render(turns_of(messages, self._form(messages)), True, tools).text
         except RowRejected as error:
             raise EyasError(f"target.chat_template refuses the prompt: {error.detail}") from None
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.tokens.encode(text).ids)
 
     def fingerprint(self) -> str:
         """Digest of all that determines ids and masks: template, variables, mask rule, tokenizer."""
         digest = hashlib.sha256()
         variables = dict(self.tokenizer.special_tokens_map)
-        settings = [RULE_VERSION, self.source, self.kwargs, self.supervise, DAY, variables, self.locator.ends]
-        digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-        digest.update(self._backend.to_str().encode())
+        rule = [RULE_VERSION, self.supervise, self.tools, self.too_long, self.locator.ends]
+        digest.update(
+            json.dumps([rule, self.source, self.kwargs, DAY, variables], sort_keys=True, default=str).encode()
+        )
+        digest.update(self.tokens.to_str().encode())
         return digest.hexdigest()
 
-    def _located(self, conversation: Conversation) -> Iterator[Located]:
-        """Renders of the conversation, each with the spans that are supervised in it."""
+    # --- what is rendered --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _call_form(self) -> CallForm | None:
+        return find_form(self.locator.render)
+
+    @cached_property
+    def _offers_tools(self) -> bool:
+        return offers_tools(self.locator.render)
+
+    def _form(self, messages: Sequence[Message | Mapping[str, Any]]) -> CallForm | None:
+        """How the template takes tool calls, None if there are none. Raises RowRejected."""
+        if is_plain(messages):
+            return None
+        if self.tools == "reject":
+            raise RowRejected("tool_turns", "data.tools=reject")
+        if self._call_form is None:
+            raise RowRejected("tool_turns", "the chat template doesn't show calls and results")
+        return self._call_form
+
+    def _shown(self, conversation: Conversation) -> tuple[_Shown, list[str]]:
+        """What is rendered of a conversation, and the repairs. Raises RowRejected."""
         messages = conversation.messages
-        turns = [_turn(message) for message in messages]
-        wanted = {i for i, message in enumerate(messages) if message.role == "assistant" and message.supervised}
+        self._form(messages)
+        answers = {i for i, message in enumerate(messages) if message.role == "assistant" and not message.tool_calls}
+        wanted = {i for i in answers if messages[i].supervised}
         if self.supervise == "last":
             wanted &= {len(messages) - 1}
         if not wanted:
             raise RowRejected("nothing_supervised", "every answer is marked as not to be trained on")
-        if self.supervise == "all":
-            yield Located(self.locator.render(turns).text, ())
-            return
+        tools, repairs = conversation.tools, list[str]()
+        if tools and not self._offers_tools:
+            tools, repairs = (), ["tools_ignored"]
+        return _Shown(messages, tools, frozenset(answers if self.supervise == "all" else wanted)), repairs
+
+    def _locate(self, shown: _Shown) -> Iterator[Located]:
+        """Renders of a conversation, each with the spans that are supervised in it. Raises RowRejected."""
+        messages, everything = shown.messages, self.supervise == "all"
+        renders = Renders(self.locator.render, turns_of(messages, self._form(messages)), shown.tools)
+        wanted = set(shown.wanted)
         while wanted:
-            text, spans = self.locator.locate(turns[: max(wanted) + 1])
-            yield Located(text, tuple(span for span in spans if span.turn in wanted and span.tagged))
+            last = max(wanted)
+            located = self.locator.locate(renders.first(last + 1))
+            if not messages[last].ended:
+                located = located.unended()
+            if not everything:
+                spans = tuple(span for span in located.spans if span.turn in wanted and span.tagged)
+                yield located._replace(spans=spans)
+            elif located.as_served or last == max(shown.wanted):  # the longest render shows all of the others
+                yield located
             # Ends: the last answer of a render is always among the spans, or the row was rejected.
-            wanted -= {span.turn for span in spans}
+            wanted -= {span.turn for span in located.spans}
 
-    def _examples(
-        self, conversation: Conversation, pairs: Sequence[tuple[Located, Encoding]], max_length: int
-    ) -> Iterator[Example]:
-        reason, detail = "nothing_supervised", "no token lies wholly inside an answer"
-        some = False
-        for number, (located, encoding) in enumerate(pairs):
-            ids, mask = list(encoding.ids), [True] * len(encoding.ids)
-            if self.supervise != "all":
-                mask = self._mask(located, encoding, conversation.source)
-            if not _drafts(mask[:max_length]):
-                if _drafts(mask):
-                    reason, detail = "cut_before_answer", f"{len(ids)} tokens, data.max_length={max_length}"
-                continue
-            some = True
-            source = conversation.source if number == 0 else f"{conversation.source}#{number}"
-            yield Example(ids[:max_length], mask[:max_length], source, truncated=len(ids) > max_length)
-        if not some:
-            raise RowRejected(reason, detail)
+    # --- ids, masks and lengths --------------------------------------------------------------------------------------
 
-    # --- masks and their proof ---------------------------------------------------------------------------------------
-
-    def _mask(self, located: Located, encoding: Encoding, source: str) -> list[bool]:
-        offsets = encoding.offsets
-        mask = [False] * len(offsets)
-        for span in located.spans:
-            first, stop = _tokens_of(span, located.text, offsets)
+    def _document(self, located: Located, encoding: Encoding, source: str) -> _Document:
+        ids = encoding.ids
+        places = [tokens_of(span, located.text, encoding) for span in located.spans]
+        spelled = self.tokens.spells_control(located, encoding, ids, places)
+        if spelled:
+            encoding = self.tokens.encode_spelled(located, encoding, ids)
+            ids = encoding.ids
+            places = [tokens_of(span, located.text, encoding) for span in located.spans]
+        mask = [self.supervise == "all"] * len(ids)
+        for first, stop in places:
             mask[first:stop] = [True] * (stop - first)
             if self._to_prove > 0:
-                self._compare_decoded(located.text, encoding.ids[first:stop], offsets[first:stop], source)
+                check_decoded(self.tokens, located.text, encoding, ids, first, stop, source)
         self._to_prove -= 1
-        return mask
+        return _Document(located, encoding, ids, mask, spelled)
 
-    def _compare_decoded(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], source: str) -> None:
-        """The supervised ids must decode to the text they are said to stand for: the answer and its end token."""
-        if not ids or self.tokenizer.unk_token_id in ids:  # an unknown word decodes to nothing comparable
-            return
-        decoded = decode(self.tokenizer, ids)
-        # Not the span's edges: a token that merges with what is beside the answer is left out of the mask.
-        expected = text[offsets[0][0] : offsets[-1][1]]
-        if _plain(decoded) != _plain(expected):
-            raise EyasError(
-                f"{source}: the supervised tokens decode to {decoded[:80]!r} where the answer is {expected[:80]!r}: "
-                "this tokenizer's offsets cannot be trusted to mark answers"
-            )
+    def _encoded(
+        self, conversation: Conversation, shown: _Shown, documents: list[_Document], repairs: list[str], max_length: int
+    ) -> Encoded:
+        """Documents as examples, by the policy for long ones. Raises RowRejected if none is left."""
+        longest = max(len(document.ids) for document in documents)
+        parts = [documents]
+        if longest > max_length and self.too_long == "reject":
+            raise RowRejected("too_long", f"{longest} tokens, data.max_length={max_length}")
+        if longest > max_length and self.too_long == "split":
+            parts = list(self._split(conversation, shown, documents[0], max_length))
+            repairs = [*repairs, *(["split_by_rounds"] if len(parts) > 1 else [])]
+        examples, dropped = list[Example](), False
+        for document in (document for part in parts for document in part):
+            long = len(document.ids) > max_length
+            if not _drafts(document.mask[:max_length]):
+                dropped |= long and _drafts(document.mask)
+                continue
+            source = conversation.source if not examples else f"{conversation.source}#{len(examples)}"
+            examples.append(Example(document.ids[:max_length], document.mask[:max_length], source, truncated=long))
+            repairs = [*repairs, *(["control_text"] * document.spelled), *(["cut_at_max_length"] * long)]
+        if not examples and dropped:
+            raise RowRejected("cut_before_answer", f"{longest} tokens, data.max_length={max_length}")
+        if not examples:
+            raise RowRejected("nothing_supervised", "no two consecutive tokens lie wholly inside an answer")
+        if dropped:
+            repairs = [*repairs, "round_dropped" if self.too_long == "split" else "cut_at_max_length"]
+        return Encoded(examples, list(dict.fromkeys(repairs)))
 
-    def _prove(self) -> None:
-        """Probe the template with turns that repeat the same word; EyasError says what is wrong with it."""
-        probe: list[dict[str, str]] = [{"role": role, "content": "ok"} for role in ("user", "assistant") * 2]
-        try:
-            for turns in (probe[:2], probe):
-                self._prove_turns(turns)
-        except RowRejected as error:
-            raise EyasError(
-                f"target.chat_template: the answers of this template cannot be marked ({error.reason}: "
-                f"{error.detail}). Give another template with target.chat_template=FILE."
-            ) from None
+    def _split(
+        self, conversation: Conversation, shown: _Shown, whole: _Document, max_length: int
+    ) -> Iterator[list[_Document]]:
+        """The documents of groups of consecutive rounds, each group of as many as fit."""
+        messages = shown.messages
+        rounds = [*rounds_of(messages), len(messages)]
 
-    def _prove_turns(self, turns: Turns) -> None:
-        text, spans = self.locator.locate(turns)
-        if not any(span.tagged for span in spans):
-            raise RowRejected("answer_not_located", "its generation tags leave every answer out")
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        if "strftime_now" not in self.source:
-            self._compare_official(turns, text, encoding)
-        for span in spans:
-            first, stop = _tokens_of(span, text, encoding.offsets)
-            prompt, bare = (self.locator.render(turns[: span.turn], prompt=p).text for p in (True, False))
-            header = text[span.floor : span.start]
-            if prompt == bare and header.strip():
-                raise RowRejected("answer_not_located", f"{header!r} precedes an answer but is no generation prompt")
-            head = self.prompt_ids(turns[: span.turn])
-            if encoding.ids[: len(head)] != head:
-                raise RowRejected(
-                    "answer_not_located", "the generation prompt's end merges with the answer's first token"
-                )
-            offsets = encoding.offsets[first:stop]
-            covered = text[offsets[0][0] : offsets[-1][1]] if offsets else ""
-            if not offsets or covered.strip() != text[span.start : span.end].strip():
-                raise RowRejected("answer_not_located", f"no tokens cover just {text[span.start : span.end]!r}")
-            self._compare_decoded(text, encoding.ids[first:stop], offsets, "target.chat_template")
+        def documents(first: int, end: int) -> list[_Document]:
+            begin, head = rounds[first], rounds[0]
+            wanted = {i - begin + head for i in shown.wanted if begin <= i < rounds[end]}
+            part = _Shown([*messages[:head], *messages[begin : rounds[end]]], shown.tools, frozenset(wanted))
+            located = list(self._locate(part))
+            encodings = self.tokens.encode_batch([item.text for item in located])
+            pairs = zip(located, encodings, strict=True)
+            return [self._document(*pair, conversation.source) for pair in pairs]
 
-    def _compare_official(self, turns: Turns, text: str, encoding: Encoding) -> None:
-        """The text and ids must be those of the tokenizer's own ``apply_chat_template``."""
-        kwargs = {key: value for key, value in self.kwargs.items() if key != "today"}
-        official = self.tokenizer.apply_chat_template(
-            [dict(turn) for turn in turns], chat_template=self.source, tokenize=False, **kwargs
-        )
-        if official != text:
-            raise EyasError(
-                f"target.chat_template: renders as {text[:200]!r} here but as {str(official)[:200]!r} in transformers"
-            )
-        if list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) != list(encoding.ids):
-            raise EyasError("target: the tokenizer does more than its fast backend, so its ids cannot be reproduced")
+        def fits(first: int, end: int) -> list[_Document] | None:
+            found = documents(first, end)
+            return found if all(len(document.ids) <= max_length for document in found) else None
 
-
-def _tokens_of(span: Span, text: str, offsets: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """First and past-the-last token of a span, offsets ascending.
-
-    A token counts if it lies in the span, or hangs out of it by white space only (a word's leading blank, a control
-    token that swallows the newline after it) and does not begin inside the generation prompt.
-    """
-    first = bisect_right(offsets, span.start, key=lambda offset: offset[1])
-    stop = bisect_left(offsets, span.end, key=lambda offset: offset[0])
-    while first < stop and (offsets[first][0] < span.floor or text[offsets[first][0] : span.start].strip()):
-        first += 1
-    while stop > first and text[span.end : offsets[stop - 1][1]].strip():
-        stop -= 1
-    return first, stop
+        starts = guess_starts(messages, rounds[:-1], whole.located.text, whole.encoding)
+        for first, end, found in groups(starts, max_length, fits):
+            yield documents(first, end) if found is None else found
 
 
 def _drafts(mask: Sequence[bool]) -> bool:
     """Whether some slot counts at depth 0: two supervised tokens in a row, after at least one token."""
-    return any(a and b for a, b in zip(mask[1:], mask[2:], strict=False))
-
-
-def _turn(message: Message) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}
-
-
-def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """The text of token ids as it stands, control tokens and blanks included."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _plain(text: str) -> str:
-    """For comparing decoded text: normal forms, letter case and white space are the tokenizer's freedom."""
-    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return b"\x01\x01" in bytes(mask[1:])
 
 
 def _source(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
@@ -299,18 +329,6 @@ def _source(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
             f"target: the tokenizer of {tokenizer.name_or_path or 'this target'} has no chat template; "
             "give one with target.chat_template=FILE"
         ) from None
-
-
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A private copy of the fast tokenizer that neither cuts nor pads, and whose offsets keep leading blanks."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise EyasError(f"target: {type(tokenizer).__name__} gives no character offsets; a fast tokenizer is needed")
-    backend = copy.deepcopy(backend)
-    backend.no_truncation()
-    backend.no_padding()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
-    return backend
 
 
 def _day(value: Any) -> datetime:

@@ -1,23 +1,48 @@
 """Prompts for the verifier, rendered by the target's own chat template with the generation prompt.
 
-A row is ``{"turns": [...]}`` (MT-bench, Spec-Bench; the first turn is asked) or a conversation in any dialect that
-training reads (its turns before the first answer are asked).
+A row is ``{"turns": [...]}`` (MT-bench, Spec-Bench) or whatever `data.prompts` reads. Its questions are asked one
+after the other, each after the verifier's own answer to the one before.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from data.conversations import Message, conversation_of, role_table
-from data.policy import RowRejected
-from data.rows import Row, read_rows
+from data.conversations import Dialect, Message, RejectLog
+from data.prompts import Questions, read_questions
 from data.template import ChatTemplate
 from models.errors import EyasError
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question as token ids with the generation prompt, and the questions that are asked after its answer."""
+
+    ids: list[int]
+    messages: tuple[Message, ...] = ()
+    later: tuple[str, ...] = ()
+    template: ChatTemplate | None = None
+
+    def next(self, answer: str, context: int | None = None) -> Prompt | None:
+        """The next question behind this answer; None if there is none, or no room for it in the context."""
+        if not self.later or self.template is None:
+            return None
+        messages = (*self.messages, Message("assistant", answer), Message("user", self.later[0]))
+        try:
+            ids = self.template.prompt_ids(messages)
+        except EyasError as refused:  # an answer that the template does not take, such as an empty one
+            log.warning("a further question is not asked: %s", refused)
+            return None
+        if context is not None and len(ids) >= context:
+            log.warning("a further question is not asked: %d tokens fill the target's context of %d", len(ids), context)
+            return None
+        return Prompt(ids, messages, self.later[1:], self.template)
 
 
 def read_prompts(
@@ -26,30 +51,40 @@ def read_prompts(
     *,
     limit: int,
     context: int | None = None,
-    roles: Mapping[str, str] | None = None,
-) -> list[list[int]]:
-    """Token ids of the first ``limit`` usable prompts of a file; unusable rows are logged with their reason.
+    dialect: Dialect | None = None,
+) -> list[Prompt]:
+    """The first ``limit`` usable prompts of a file; says how many, and why other rows are not used.
 
     context: the target's context length, which a prompt must leave room in. Raises EyasError if none is usable.
     """
     if not Path(path).exists():
         raise EyasError(f"verify.prompts={path}: no such file (looked in {Path.cwd()})")
-    table = role_table(roles)
-    ids = (template.prompt_ids(messages) for messages in _questions(path, table))
-    prompts = usable(ids, limit=limit, context=context)
+    rejects = RejectLog()
+    questions = read_questions(path, dialect=dialect or Dialect.of(), rejects=rejects, key="verify.prompts")
+    prompts = usable(_rendered(questions, template, rejects), limit=limit, context=context)
+    if rejects.rejected:
+        log.warning("verify.prompts: %s", rejects.table())
     if not prompts:
         raise EyasError(f'verify.prompts={path}: no usable prompt; rows are {{"turns": [...]}} or conversations')
+    asked = sum(1 + len(prompt.later) for prompt in prompts)
+    log.info("verify.prompts: %d questions of %d rows, of %d rows read", asked, len(prompts), rejects.rows)
     return prompts
 
 
-def usable(prompts: Iterator[list[int]], *, limit: int, context: int | None) -> list[list[int]]:
+def first_question(questions: Questions) -> list[Message]:
+    """The turns that the target answers first."""
+    system = [Message("system", questions.system)] if questions.system else []
+    return [*system, Message("user", questions.turns[0])]
+
+
+def usable(prompts: Iterator[Prompt], *, limit: int, context: int | None) -> list[Prompt]:
     """The first ``limit`` prompts that are not empty and fit into the context; says how many were passed over."""
     passed = 0
 
-    def fitting() -> Iterator[list[int]]:
+    def fitting() -> Iterator[Prompt]:
         nonlocal passed
         for prompt in prompts:
-            if prompt and (context is None or len(prompt) < context):
+            if prompt.ids and (context is None or len(prompt.ids) < context):
                 yield prompt
             else:
                 passed += 1
@@ -60,24 +95,10 @@ def usable(prompts: Iterator[list[int]], *, limit: int, context: int | None) -> 
     return found
 
 
-def _questions(path: str, roles: Mapping[str, str]) -> Iterator[Sequence[Message]]:
-    for row in read_rows(path, key="verify.prompts"):
+def _rendered(questions: Iterable[Questions], template: ChatTemplate, rejects: RejectLog) -> Iterator[Prompt]:
+    for asked in questions:
+        messages = first_question(asked)
         try:
-            yield question(row, roles)
-        except RowRejected as rejected:
-            log.warning("%s: row %s is no prompt: %s %s", row.file, row.row, rejected.reason, rejected.detail)
-
-
-def question(row: Row, roles: Mapping[str, str]) -> Sequence[Message]:
-    """The turns that are asked. Raises RowRejected."""
-    if row.problem:
-        raise RowRejected(row.problem, row.detail)
-    turns = row.value.get("turns") if isinstance(row.value, dict) else None
-    if turns is None:
-        messages = conversation_of(row, dict(roles))[0].messages
-        return messages[: next(i for i, message in enumerate(messages) if message.role == "assistant")]
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-        raise RowRejected("bad_turn", "turns: expected a list of texts")
-    if not turns[0].strip():
-        raise RowRejected("empty_turn", "turns[0]")
-    return [Message("user", turns[0])]
+            yield Prompt(template.prompt_ids(messages), tuple(messages), asked.turns[1:], template)
+        except EyasError as refused:  # a system prompt where the template knows none, for instance
+            rejects.add(asked.source_file, asked.row, asked.id, "template_error", str(refused))

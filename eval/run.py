@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from conf.schema import Config, VerifyConfig
-from data.encode import load_examples
-from data.prepare import Corpus, TargetFiles, read_corpus
+from data.corpus import Corpus, check_training_data, read_corpus, read_documents
+from data.dialects import Dialect
+from data.look import compare_prompts
+from data.prepare import TargetFiles, chat_template
 from data.template import ChatTemplate
 from eval.metrics import DEFINITION, acceptance, counted, ratio, uncut
-from eval.prompts import read_prompts, usable
+from eval.prompts import Prompt, read_prompts, usable
 from eval.proposers import DrafterProposer, PlainProposer, Proposer
 from eval.report import print_report, write_report
 from eval.sampling import Sampling
@@ -59,7 +61,7 @@ class Bench:
         return Sampling(temperature, self.verify.top_k, self.verify.top_p)
 
     def decode(
-        self, prompt: Sequence[int], number: int, sampling: Sampling, *, plain: bool, new: int | None = None
+        self, prompt: Sequence[int], number: int | str, sampling: Sampling, *, plain: bool, new: int | None = None
     ) -> Generation:
         """Decode a prompt; the random numbers depend on the seed, the prompt's number and the way of decoding only."""
         uniform = random.Random(f"{self.seed} {number} {plain}").random
@@ -73,7 +75,7 @@ def measure(
     target: Target,
     drafter: Drafter,
     frozen: FrozenTarget,
-    prompts: list[list[int]],
+    prompts: Sequence[list[int] | Prompt],
     verify: VerifyConfig,
     out_dir: Path | str,
     *,
@@ -81,7 +83,7 @@ def measure(
     about: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Measure ``drafter`` on ``prompts`` (token ids with the generation prompt); returns what report.json holds.
+    """Measure ``drafter`` on ``prompts`` (bare ids: with the generation prompt); returns what report.json holds.
 
     Writes report.json and generations.jsonl to ``out_dir`` and prints a table. ``about`` (names of target, drafter,
     prompts, template) joins the settings. The target must have been loaded with the drafter's taps.
@@ -91,37 +93,73 @@ def measure(
     if not prompts:
         raise EyasError("verify: there are no prompts to measure on")
     bench = Bench(target, drafter.eval(), frozen, verify, seed)
+    asked = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
     runs, generations = [], list[dict[str, Any]]()
     for temperature in verify.temperatures:
-        run, rows = measure_at(bench, prompts, temperature, quiet=quiet)
+        run, rows = measure_at(bench, asked, temperature, quiet=quiet)
         runs.append(run)
         generations += rows
-    report = {"definition": DEFINITION, "settings": settings(bench, prompts, about or {}), "runs": runs}
+    report = {"definition": DEFINITION, "settings": settings(bench, asked, about or {}), "runs": runs}
     write_report(report, generations, Path(out_dir))
     if not quiet:
         print_report(report)
     return report
 
 
+@dataclass
+class Decoded:
+    """What was asked, and every question's two generations. owners: the number of the prompt it belongs to."""
+
+    asked: list[list[int]] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    drafted: list[Generation] = field(default_factory=list)
+    plain: list[Generation] = field(default_factory=list)
+
+    def of_prompts(self, values: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Values of all questions, put together for each prompt: an interval is taken over prompts."""
+        joined: dict[int, list[int]] = {}
+        for owner, part in zip(self.owners, values, strict=True):
+            joined.setdefault(owner, []).extend(part)
+        return list(joined.values())
+
+
+def decode_all(bench: Bench, prompts: Sequence[Prompt], sampling: Sampling, *, quiet: bool) -> Decoded:
+    """Ask every question of every prompt; the next one comes behind the answer that was drafted and verified."""
+    found = Decoded()
+    decoder = Decoder(bench.target, sampling, bench.limits())
+    for mode in (True, False):
+        bench.decode(prompts[0].ids, 0, sampling, plain=mode, new=WARM_UP)
+    title = f"T = {sampling.temperature:g}"
+    for number, first in enumerate(tqdm(prompts, desc=title, disable=quiet, leave=False)):
+        prompt: Prompt | None = first
+        turn = 0
+        while prompt is not None:
+            name = f"{number}.{turn}" if turn else number
+            found.asked.append(prompt.ids)
+            found.owners.append(number)
+            found.drafted.append(bench.decode(prompt.ids, name, sampling, plain=False))
+            if bench.verify.baseline:  # in turn with the other, so that both see the same state of the machine
+                found.plain.append(bench.decode(prompt.ids, name, sampling, plain=True))
+            prompt = prompt.next(output_text(decoder, found.drafted[-1]), bench.limits().context)
+            turn += 1
+    return found
+
+
 def measure_at(
-    bench: Bench, prompts: list[list[int]], temperature: float, *, quiet: bool = False
+    bench: Bench, prompts: Sequence[Prompt], temperature: float, *, quiet: bool = False
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One entry of ``runs`` and the rows of generations.jsonl."""
     sampling, gamma = bench.sampling(temperature), bench.verify.gamma
-    drafted, plain = list[Generation](), list[Generation]()
-    for mode in (True, False):
-        bench.decode(prompts[0], 0, sampling, plain=mode, new=WARM_UP)
-    for number, prompt in enumerate(tqdm(prompts, desc=f"T = {temperature:g}", disable=quiet, leave=False)):
-        drafted.append(bench.decode(prompt, number, sampling, plain=False))
-        if bench.verify.baseline:  # in turn with the other, so that both see the same state of the machine
-            plain.append(bench.decode(prompt, number, sampling, plain=True))
+    found = decode_all(bench, prompts, sampling, quiet=quiet)
+    asked, drafted, plain = found.asked, found.drafted, found.plain
     rounds = [out.rounds for out in drafted]
-    texts = [Text(prompt, out.tokens) for prompt, out in zip(prompts, drafted, strict=True)]
+    texts = [Text(prompt, out.tokens) for prompt, out in zip(asked, drafted, strict=True)]
     run: dict[str, Any] = {
         "temperature": temperature,
+        "questions": len(asked),
         "drafts": "argmax" if sampling.greedy else "sampled from q",
-        "acceptance": acceptance(counted(rounds), gamma, seed=bench.seed).to_dict(),
-        "uncut": acceptance(uncut(rounds), gamma, seed=bench.seed).to_dict(),
+        "acceptance": acceptance(found.of_prompts(counted(rounds)), gamma, seed=bench.seed).to_dict(),
+        "uncut": acceptance(found.of_prompts(uncut(rounds)), gamma, seed=bench.seed).to_dict(),
         "simulated": compare_simulation(bench, texts, rounds, sampling),
         "speculative": speed(drafted),
         "plain": speed(plain) if plain else None,
@@ -129,9 +167,10 @@ def measure_at(
     }
     if plain:
         run |= compare_speed(run["speculative"], run["plain"])
-        run["same_as_plain"] = compare_outputs(bench.target, prompts, drafted, plain) if sampling.greedy else None
+        run["same_as_plain"] = compare_outputs(bench.target, asked, drafted, plain) if sampling.greedy else None
     decoder = Decoder(bench.target, sampling, bench.limits())
-    return run, [row(decoder, n, prompt, out) for n, (prompt, out) in enumerate(zip(prompts, drafted, strict=True))]
+    rows = zip(found.owners, asked, drafted, strict=True)
+    return run, [row(decoder, number, prompt, out) for number, prompt, out in rows]
 
 
 def compare_simulation(
@@ -210,7 +249,7 @@ def row(decoder: Decoder, number: int, prompt: Sequence[int], out: Generation) -
     }
 
 
-def settings(bench: Bench, prompts: list[list[int]], about: Mapping[str, Any]) -> dict[str, Any]:
+def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> dict[str, Any]:
     verify = bench.verify
     return {
         **about,
@@ -218,7 +257,7 @@ def settings(bench: Bench, prompts: list[list[int]], about: Mapping[str, Any]) -
         "gamma": verify.gamma,
         "rule": "lossless: argmax match at T = 0, rejection sampling otherwise",
         "prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
+        "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),  # of the first questions
         "max_new_tokens": verify.max_new_tokens,
         "top_k": verify.top_k,
         "top_p": verify.top_p,
@@ -248,7 +287,7 @@ def evaluate_run(cfg: Config) -> dict[str, Any]:
     return measure(*models, prompts, cfg.verify, cfg.output_dir, seed=cfg.seed, about=about)
 
 
-def load_bench(cfg: Config) -> tuple[Bench, list[list[int]], dict[str, Any]]:
+def load_bench(cfg: Config) -> tuple[Bench, list[Prompt], dict[str, Any]]:
     """The models and prompts that a configuration asks for, and what the report says about them."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
@@ -264,7 +303,8 @@ def load_bench(cfg: Config) -> tuple[Bench, list[list[int]], dict[str, Any]]:
             f"{source}: drafts for a vocabulary of {drafter.vocab.size}, target.path={t.path} has {config.vocab_size}; "
             "it was trained for another target"
         )
-    template = ChatTemplate(files.tokenizer, None, t.template_kwargs, cfg.data.supervise, eos_ids=files.eos_ids)
+    template = chat_template(files, asdict(t), asdict(cfg.data))
+    compare_prompts(template, source)
     prompts, origin = find_prompts(cfg, template, context_length(config))  # before the weights: a mistake shows at once
     target = Target.load(str(files.folder), dtype=t.dtype, taps=drafter.tap_ids, device=device, **how)
     about = {"target": t.path, "drafter": str(source), "prompt_source": origin, "template": template.fingerprint()[:16]}
@@ -282,19 +322,20 @@ def drafter_folder(path: str | None, run: Path) -> Path:
     return source
 
 
-def find_prompts(cfg: Config, template: ChatTemplate, context: int | None) -> tuple[list[list[int]], str]:
+def find_prompts(cfg: Config, template: ChatTemplate, context: int | None) -> tuple[list[Prompt], str]:
     """Prompts as ``verify`` asks for and a word on where they come from."""
-    verify, data = cfg.verify, cfg.data
+    verify, data = cfg.verify, asdict(cfg.data)
     if verify.prompts is not None:
-        found = read_prompts(verify.prompts, template, limit=verify.max_prompts, context=context, roles=data.roles)
+        dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
+        found = read_prompts(verify.prompts, template, limit=verify.max_prompts, context=context, dialect=dialect)
+        check_training_data(data, verify.prompts)
         return found, Path(verify.prompts).name
-    how: dict[str, Any] = {"max_length": data.max_length, "roles": data.roles, "split": data.split}
-    if data.valid_path is not None:  # the training data need not be read
-        corpus = Corpus([], load_examples(data.valid_path, template, key="data.valid_path", **how).examples)
+    if data["valid_path"] is not None:  # the training data need not be read
+        valid = read_documents(template, data, "data.valid_path").documents
+        corpus = Corpus(valid[:0], valid, [], {})
     else:
-        held: dict[str, Any] = {"valid_path": None, "valid_fraction": data.valid_fraction}
-        corpus = read_corpus(template, path=data.path, max_documents=data.max_documents, **held, **how)
-    found = usable(iter(corpus.prompts()), limit=verify.max_prompts, context=context)
+        corpus = read_corpus(template, data)
+    found = usable(map(Prompt, corpus.prompts()), limit=verify.max_prompts, context=context)
     if not found:
         raise EyasError("verify.prompts: no held-out conversation gives a prompt; name a file of prompts")
     return found, "held-out conversations"

@@ -59,7 +59,7 @@ def check(cfg: Config) -> dict[str, Any]:
     twin = randomised(bench.drafter)
     decoder = Decoder(bench.target, sampling, bench.limits())
     totals = {kind: {"identical": 0, "accepted": 0, "passes": 0} for kind in ("trained", "random", "adversarial")}
-    for number, prompt in enumerate(tqdm(prompts, desc="lossless")):
+    for number, prompt in enumerate(tqdm([prompt.ids for prompt in prompts], desc="lossless")):
         plain = generate(decoder, PlainProposer(), prompt)
         proposers = {
             "trained": DrafterProposer(bench.drafter, bench.frozen, gamma, sampling),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from data.dump import dump
-from data.encode import Example
 from data.store import FeatureStore
+from data.template import Example
 
 HIDDEN, TAPS = 4, (1, 2, 3)
 

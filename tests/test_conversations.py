@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.conversations import Conversation, Message, RejectLog, conversation_of, read_conversations, role_table
+from data.conversations import Conversation, Dialect, Message, RejectLog, conversation_of, read_conversations
 from data.policy import REJECTS, REPAIRS, RowRejected
 from data.rows import Row
 from models.errors import EyasError
@@ -27,7 +29,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 def read(*paths: Path, roles: dict[str, str] | None = None) -> tuple[list[Conversation], RejectLog]:
     log = RejectLog()
-    conversations = list(read_conversations([str(path) for path in paths], roles=roles, rejects=log))
+    conversations = list(read_conversations([str(path) for path in paths], dialect=Dialect.of(roles), rejects=log))
     assert len(conversations) + log.rejected == log.rows
     return conversations, log
 
@@ -36,8 +38,12 @@ def turns(*pairs: tuple[str, Any]) -> dict[str, Any]:
     return {"conversations": [{"from": role, "value": text} for role, text in pairs]}
 
 
-def of(row: Any, **roles: str) -> tuple[list[tuple[str, str]], list[str]]:
-    conversation, repairs = conversation_of(Row("f", 1, row), role_table(roles))
+def messages(row: Any) -> tuple[Message, ...]:
+    return conversation_of(Row("f", 1, row), Dialect.of())[0].messages
+
+
+def of(row: Any) -> tuple[list[tuple[str, str]], list[str]]:
+    conversation, repairs = conversation_of(Row("f", 1, row), Dialect.of())
     return [(message.role, message.content) for message in conversation.messages], repairs
 
 
@@ -149,7 +155,7 @@ def test_empty_files_are_named(tmp_path: Path) -> None:
         ('[{"conversations": []}]\n[{"conversations": []}]', "found more data after the end of an array"),
         (
             '[{"conversations": []}, {"conversations" []}' + " " * 99,
-            "not valid JSON at character 41: Expecting ':' delimiter",
+            "not valid JSON in row 2, at character 41: Expecting ':' delimiter",
         ),
     ],
 )
@@ -208,7 +214,9 @@ def test_role_aliases_are_case_insensitive_and_extendable(tmp_path: Path) -> Non
     assert (rejected.id, rejected.reason, rejected.row) == ("hummangpt", "unknown_role", 5)
     assert "'humman'" in rejected.detail
     assert len(read(path, roles={"Humman": "user"})[0]) == 5
-    with pytest.raises(EyasError, match=r"data\.roles\.x=boss: must be one of system, user, assistant, tool"):
+    with pytest.raises(
+        EyasError, match=r"data\.roles\.x=boss: must be one of system, user, assistant, tool_call, tool"
+    ):
         read(path, roles={"x": "boss"})
 
 
@@ -231,13 +239,30 @@ def test_broken_utf8_rejects_only_its_row(tmp_path: Path) -> None:
     assert [c.row for c in conversations] == [2] and log.rejects[0].reason == "invalid_unicode"
 
 
-def test_reasoning_field_and_loss_weights() -> None:
-    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning": " r "}]}
-    assert of(row) == ([("user", "q"), ("assistant", "<think>\nr\n</think>\n\na")], ["reasoning_folded"])
+def answer(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **fields}]}
+
+
+def test_reasoning_in_its_own_field_goes_into_think_tags() -> None:
+    for key in ("reasoning", "reasoning_content", "thinking"):
+        folded = of(answer(content="a", **{key: " r "}))
+        assert folded == ([("user", "q"), ("assistant", "<think>\nr\n</think>\n\na")], ["reasoning_folded"])
+    said = "<think>\nr\n</think>\n\na"
+    assert of(answer(content=said, reasoning="r")) == ([("user", "q"), ("assistant", said)], [])
+    assert reason(answer(content="", reasoning="r")) == "empty_turn"
+    assert reason(answer(content="a", reasoning={"r": 1})) == "bad_content"
+    cut = messages(answer(content="", reasoning="r", finish_reason="length"))[-1]
+    assert cut == Message("assistant", "<think>\nr", ended=False)
+
+
+def test_loss_weights() -> None:
     for key, value, supervised in (("loss_weight", 0.0, False), ("weight", 1, True), ("train", False, False)):
-        turn = {"from": "gpt", "value": "a", key: value}
-        conversation, _ = conversation_of(Row("f", 1, {"conversations": [HI[0], turn]}), role_table())
-        assert conversation.messages[1].supervised is supervised
+        row = turns(("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b"))
+        row["conversations"][1][key] = value
+        assert [m.supervised for m in messages(row) if m.role == "assistant"] == [supervised, True]
+    row["conversations"][1] = {"from": "gpt", "value": "a", "loss": "no"}
+    assert reason(row) == "bad_turn"
+    assert reason(answer(content="a", weight=0)) == "nothing_supervised"
 
 
 # --- order of turns ------------------------------------------------------------------------------------------------
@@ -253,12 +278,19 @@ def test_reasoning_field_and_loss_weights() -> None:
         ("au", "no_assistant_turn"),
         ("uaa", "consecutive_assistant"),
         ("uasua", "system_in_middle"),
-        ("ufoa", "tool_turns"),
+        ("uoa", "tool_result_without_call"),
+        ("ufooa", "tool_result_without_call"),
+        ("ufa", "tool_call_without_result"),
+        ("ufua", "tool_call_without_result"),
+        ("uaf", "no_assistant_turn"),
+        ("ufo", "no_assistant_turn"),
+        ("fo", "no_assistant_turn"),
     ],
 )
 def test_order_that_rejects(roles: str, expected: str) -> None:
     names = {"s": "system", "u": "human", "a": "gpt", "f": "function_call", "o": "observation"}
-    assert reason(turns(*((names[r], "x") for r in roles))) == expected
+    texts = {"f": '{"name": "n", "arguments": {}}'}
+    assert reason(turns(*((names[r], texts.get(r, "x")) for r in roles))) == expected
 
 
 @pytest.mark.parametrize("stray", [None, "stray", ["human", "hi"], {"value": "hi"}, {"from": 3, "value": "hi"}])
@@ -274,7 +306,7 @@ def test_order_that_is_repaired() -> None:
     row = turns(("gpt", "0"), ("human", "1"), ("user", "2"), ("gpt", "3"), ("human", "4"))
     assert of(row) == (
         [("user", "1\n\n2"), ("assistant", "3")],
-        ["leading_assistant_dropped", "trailing_user_dropped", "user_turns_joined"],
+        ["leading_assistant_dropped", "trailing_turns_dropped", "user_turns_joined"],
     )
 
 
@@ -287,24 +319,47 @@ def test_system_prompts() -> None:
     assert of({**turns(("human", "q"), ("gpt", "a")), "system": " "}) == (rest, ["empty_system_dropped"])
 
 
+def test_what_follows_a_cut_answer_is_left_out() -> None:
+    """An answer that reached its token limit has no end-of-turn token, so nothing can follow it."""
+    ending = {"finish_reason": "length"}
+    for key, value in (("finish_reason", "length"), ("finish_reason", "max_tokens"), ("ended", False)):
+        row = turns(("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b"))
+        row["conversations"][1][key] = value
+        conversation, repairs = conversation_of(Row("f", 1, row), Dialect.of())
+        assert conversation.messages == (Message("user", "q"), Message("assistant", "a", ended=False))
+        assert repairs == ["turns_after_cut_dropped"]
+    last = messages({**turns(("human", "q"), ("gpt", "a"), ("human", "r"), ("gpt", "b")), **ending})
+    assert [m.ended for m in last] == [True, True, True, False]
+    assert all(m.ended for m in messages({**turns(("human", "q"), ("gpt", "a")), "finish_reason": "stop"}))
+    before_the_first_question = turns(("gpt", "0"), ("human", "q"), ("gpt", "a"))
+    before_the_first_question["conversations"][0].update(ending)
+    assert of(before_the_first_question)[1] == ["leading_assistant_dropped"]
+
+
 # --- the log -------------------------------------------------------------------------------------------------------
 
 
-def test_log_table_and_file(tmp_path: Path) -> None:
+def test_log_counts_rows_and_names_the_first_of_each_reason(tmp_path: Path) -> None:
     rows = [{"id": "e1", "conversations": []}, turns(("system", "be brief")), {"id": "e3"}, GOOD]
     conversations, log = read(write(tmp_path / "d.jsonl", *rows))
     assert (log.rows, log.kept, log.rejected) == (4, 1, 3) and conversations[0].source.endswith("d.jsonl:4:g")
     assert log.counts() == {"empty_conversation": 1, "no_assistant_turn": 1, "no_conversation_column": 1}
     table = log.table()
     assert table.startswith("1 of 4 rows usable, 3 rejected") and "row 3 (id 'e3')" in table
-    log.write(tmp_path / "out" / "rejects.jsonl")
-    written = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
-    assert [(r["row"], r["id"], r["reason"]) for r in written] == [
+    assert [(r.row, r.id, r.reason) for r in log.rejects] == [
         (1, "e1", "empty_conversation"),
         (2, "", "no_assistant_turn"),
         (3, "e3", "no_conversation_column"),
     ]
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["rejects.jsonl"]
+
+
+def test_all_that_goes_to_worker_processes_can_be_pickled() -> None:
+    call = ("function_call", '{"name": "n"}')
+    row = Row("f", 1, {**turns(("human", "q"), call, ("observation", "3"), ("gpt", "a")), "tools": [{"name": "n"}]})
+    conversation, _ = conversation_of(row, Dialect.of({"x": "user"}, {"y": "prompt"}, True))
+    assert conversation.tools and pickle.loads(pickle.dumps(conversation)) == conversation
+    rejected = pickle.loads(pickle.dumps(RowRejected("bad_turn", "why")))
+    assert (rejected.reason, rejected.detail) == ("bad_turn", "why")
 
 
 json_values = st.recursive(
@@ -313,7 +368,10 @@ json_values = st.recursive(
     max_leaves=4,
 )
 turn_values = json_values | st.fixed_dictionaries(
-    {"from": st.sampled_from(["human", "gpt", "system", "tool", "x"]), "value": json_values}
+    {
+        "from": st.sampled_from(["human", "gpt", "system", "tool", "function_call", "x"]),
+        "value": json_values | st.sampled_from(['{"name": "n"}', "x"]),
+    }
 )
 row_values = json_values | st.fixed_dictionaries({"conversations": st.lists(turn_values, max_size=5) | json_values})
 
@@ -327,5 +385,12 @@ def test_any_json_is_kept_or_rejected_by_name(tmp_path_factory: pytest.TempPathF
     assert log.rows == max(1, len(rows))
     assert set(log.counts()) <= set(REJECTS) and set(log.repairs) <= set(REPAIRS)
     for conversation in conversations:
-        roles = [m.role for m in conversation.messages if m.role != "system"]
-        assert roles == ["user", "assistant"] * (len(roles) // 2) and roles
+        kinds = "".join("c" if m.tool_calls else m.role[0] for m in conversation.messages)
+        # c: tool-calling turn, t: tool result. An answer is missing only where the user speaks after a result.
+        assert re.fullmatch("s?(u(ct+)*a|u(ct+)+)*", kinds) and kinds.endswith("a")
+
+
+def test_huge_turns_are_read_whole(tmp_path: Path) -> None:
+    text = "é word " * 30_000
+    conversations, _ = read(write(tmp_path / "d.jsonl", turns(("human", text), ("gpt", text))))
+    assert [m.content for m in conversations[0].messages] == [text, text]

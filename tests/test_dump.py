@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from data.dump import batches_by_length, dump
-from data.encode import Example
 from data.manifest import Documents, Layout, Manifest
 from data.source import OnlineFeatures, StoredFeatures
 from data.store import FeatureStore
+from data.template import Example
 from data.writer import FeatureWriter
 from models.errors import EyasError
 from models.target import Target

@@ -124,13 +124,36 @@ def test_prompts_of_both_kinds(target: Target, tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     prompts = read_prompts(str(path), template, limit=10, context=300)
     asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert [target.tokenizer.decode(p) for p in prompts] == [asked, asked, "<|im_start|>system\nS<|im_end|>\n" + asked]
+    assert [target.tokenizer.decode(p.ids) for p in prompts] == [
+        asked,
+        asked,
+        "<|im_start|>system\nS<|im_end|>\n" + asked,
+    ]
     assert read_prompts(str(path), template, limit=1) == prompts[:1]
     with pytest.raises(EyasError, match="verify.prompts=nowhere: no such file"):
         read_prompts("nowhere", template, limit=1)
     path.write_text('{"turns": []}\n')
     with pytest.raises(EyasError, match="verify.prompts"):
         read_prompts(str(path), template, limit=10)
+
+
+def test_a_second_question_follows_the_own_first_answer(target: Target, tmp_path: Path) -> None:
+    """Two prompts, three questions; what comes before the second question was generated, not read."""
+    template = ChatTemplate(target.tokenizer)
+    path = tmp_path / "prompts.jsonl"
+    second = [{"from": r, "value": v} for r, v in (("gpt", "x"), ("human", "A"), ("gpt", "theirs"), ("human", "B"))]
+    path.write_text(json.dumps({"turns": ["Only"]}) + "\n" + json.dumps({"conversations": second}) + "\n")
+    prompts = read_prompts(str(path), template, limit=10)
+    verify = VerifyConfig(max_new_tokens=6, temperatures=[0.0], gamma=2)
+    report = measure(target, echo(target), target.frozen(), prompts, verify, tmp_path, quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "generations.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == [0, 1, 1] and report["settings"]["prompts"] == 2
+    talk = [{"role": "user", "content": "A"}, {"role": "assistant", "content": rows[1]["text"]}]
+    assert rows[2]["prompt_ids"] == template.prompt_ids([*talk, {"role": "user", "content": "B"}])
+    assert rows[1]["prompt_ids"] == template.prompt_ids(talk[:1])
+    run = report["runs"][0]
+    assert run["questions"] == 3 and run["same_as_plain"]["prompts"] == 3
+    assert run["acceptance"]["passes"] == sum(len(row["rounds"]) for row in rows)
 
 
 def test_the_drafter_of_a_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from conf.cli import told_plainly
 from conf.explain import check_arguments, unknown
 from conf.schema import Config, DataConfig, TargetConfig
 from conf.validate import PATHS, check_late_inputs, check_outputs, check_texts, expand, validate, value
-from data.prepare import read_corpus
+from data.corpus import read_corpus
 from data.rows import read_rows
 from data.template import ChatTemplate
 from models.checkpoint import load_drafter, save_drafter
@@ -154,7 +155,10 @@ def test_mistakes_name_the_key_that_gave_the_path(tmp_path: Path) -> None:
 
     def told(path: str, valid_path: str) -> str:
         with pytest.raises(EyasError) as caught:
-            read_corpus(template, path=path, valid_path=valid_path, valid_fraction=0.1, max_length=256)
+            read_corpus(
+                template,
+                asdict(DataConfig(path=path, valid_path=valid_path, cache_dir=f"{tmp_path}/cache")),
+            )
         return str(caught.value)
 
     assert told(str(good), f"{tmp_path}/no.jsonl").startswith(f"data.valid_path={tmp_path}/no.jsonl: no such file")

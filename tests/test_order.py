@@ -109,3 +109,32 @@ def test_numbers_of_steps() -> None:
         StepPlan([], seed=0, bin_tokens=4, epochs=1)
     with pytest.raises(EyasError, match="document 1 has no tokens"):
         plan_epoch([3, 0], seed=0, epoch=0, bin_tokens=4)
+
+
+def test_weights_by_hand() -> None:
+    """Weight 2 comes twice an epoch, 0.5 in every second one, 1.5 once or twice; 0.25 once in four epochs."""
+    weights = [1.0, 2.0, 0.5, 0.5, 1.5, 0.25]
+    counts = [[0] * 6 for _ in range(4)]
+    for epoch in range(4):
+        for members in plan_epoch([3] * 6, seed=0, epoch=epoch, bin_tokens=6, weights=weights):
+            for document in members:
+                counts[epoch][document] += 1
+    totals = [sum(column) for column in zip(*counts, strict=True)]
+    assert totals == [4, 8, 2, 2, 6, 1]
+    assert all(row[0] == 1 and row[1] == 2 and row[2] + row[3] == 1 for row in counts)
+    plan = StepPlan([3] * 6, seed=0, bin_tokens=6, epochs=4, weights=weights)
+    seen = [d for step in range(plan.total_steps) for members in plan.bins(step) for d in members]
+    assert [seen.count(d) for d in range(6)] == totals
+
+
+def test_weights_of_one_change_nothing() -> None:
+    lengths = [7, 3, 5, 2, 9, 4]
+    plain = plan_epoch(lengths, seed=3, epoch=1, bin_tokens=12)
+    assert plan_epoch(lengths, seed=3, epoch=1, bin_tokens=12, weights=[1.0] * 6) == plain
+
+
+def test_weights_that_leave_an_epoch_empty() -> None:
+    with pytest.raises(EyasError, match="weights are so small"):
+        StepPlan([3], seed=0, bin_tokens=6, epochs=1, weights=[0.01])
+    plan = StepPlan([3], seed=0, bin_tokens=6, steps=2, weights=[0.5])  # goes on to the epochs that hold it
+    assert [plan.bins(step) for step in range(2)] == [[[0]], [[0]]]

@@ -22,8 +22,7 @@ from conf.schema import (
     TrackerConfig,
     TrainConfig,
 )
-from data.prepare import Corpus, Inputs, open_target, split_held_out, token_counts
-from data.template import Example
+from data.prepare import Inputs, open_target
 from models.checkpoint import load_drafter
 from models.errors import EyasError
 from models.portable import read_export
@@ -34,48 +33,6 @@ from train.strategy import build_accelerator
 from train.trainer import Fitted
 
 DRAFTER = {"_target_": "models.eagle3.Eagle3Drafter", "draft_vocab_size": 100}
-
-
-def example(source: str, *ids: int, supervised: int = 2) -> Example:
-    return Example(list(ids), [i >= len(ids) - supervised for i in range(len(ids))], source)
-
-
-# --- what is held out, and the draft vocabulary's counts ---
-
-
-def test_a_fraction_is_held_out_evenly_spaced() -> None:
-    """A quarter of 8 conversations: the middles of two equal halves, 2 and 6; independent of any seed."""
-    corpus = split_held_out([example(f"f:{i}:x", 1, 2, i) for i in range(8)], 0.25)
-    assert [e.source for e in corpus.valid] == ["f:2:x", "f:6:x"]
-    assert [e.source for e in corpus.train] == [f"f:{i}:x" for i in (0, 1, 3, 4, 5, 7)]
-
-
-def test_documents_of_one_conversation_stay_together() -> None:
-    """Conversation 1 has three documents; a repeat of a held-out document is not trained on either."""
-    examples = [
-        example("f:0:a", 1, 2, 3), example("f:1:b", 4, 5, 6), example("f:1:b#1", 4, 5, 7), example("f:1:b#2", 4, 5, 8),
-        example("f:2:c", 4, 5, 7), example("f:3:d", 9, 5, 6),
-    ]  # fmt: skip
-    corpus = split_held_out(examples, 0.1)
-    assert [e.source for e in corpus.valid] == ["f:2:c"]
-    assert [e.source for e in corpus.train] == ["f:0:a", "f:1:b", "f:1:b#2", "f:3:d"]
-
-
-@pytest.mark.parametrize(("count", "fraction", "held"), [(1, 0.5, 0), (2, 0.01, 1), (3, 0.99, 2), (5, 0.0, 0)])
-def test_something_always_remains_to_train_on(count: int, fraction: float, held: int) -> None:
-    corpus = split_held_out([example(f"f:{i}:x", 1, 2, i) for i in range(count)], fraction)
-    assert (len(corpus.valid), len(corpus.train)) == (held, count - held)
-
-
-def test_only_copies_of_the_held_out_document_is_an_error() -> None:
-    with pytest.raises(EyasError, match=r"data.path: nothing is left to train on"):
-        split_held_out([example(f"f:{i}:x", 1, 2, 3) for i in range(4)], 0.25)
-
-
-def test_counts_and_prompts_by_hand() -> None:
-    examples = [example("a", 5, 6, 7, 7), example("b", 7, 5, 6, supervised=1)]
-    assert token_counts(examples, 9).tolist() == [0, 0, 0, 0, 0, 0, 1, 2, 0]
-    assert Corpus([], examples).prompts() == [[5, 6], [7, 5]]
 
 
 # --- fitting ---
@@ -99,7 +56,7 @@ def config(target: str, cwd: Path, **changes: Any) -> Config:
         device="cpu",
         target=TargetConfig(path=target),
         drafter=DRAFTER,
-        data=DataConfig(path=str(data), valid_fraction=0.25, max_length=256),
+        data=DataConfig(path=str(data), valid_fraction=0.25, max_length=256, cache_dir=str(cwd / "documents")),
         store=StoreConfig(dir=str(cwd / "features"), dtype="float32"),
         optim=OptimConfig(lr=1e-3),
         train=TrainConfig(steps=3, bin_tokens=128, depths=2),

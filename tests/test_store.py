@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import data.store
 from data.dump import dump, key_of
-from data.encode import Example
 from data.manifest import Layout, count_slots, file_blake2b, store_key
 from data.source import OnlineFeatures, StoredFeatures
 from data.store import FeatureStore
+from data.template import Example
 from models.batch import valid_slots
 from models.errors import EyasError
 from models.target import Target

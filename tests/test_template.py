@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,13 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from data.conversations import Conversation, Message, RejectLog
-from data.encode import encode_all, load_examples
+from data.conversations import Conversation, Message
 from data.policy import RowRejected
-from data.preview import print_preview
 from data.template import ChatTemplate, Example, decode
 from models.errors import EyasError
 from tests.chat_templates import (
@@ -185,10 +179,11 @@ def test_injected_reasoning_block_is_not_supervised(kwargs: dict[str, Any]) -> N
 
 
 def test_template_that_changes_the_answer_rejects_the_row() -> None:
-    dropping = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
-    with pytest.raises(RowRejected) as caught:
-        ChatTemplate(TOKENIZER, dropping).encode(talk("a", "<think>r</think>one"), 1000)
-    assert caught.value.reason == "template_rewrites_answer"
+    for change in ("m.content.replace('one', 'two')", "m.content.split('</b>')[-1]"):
+        changing = ChatTemplate(TOKENIZER, CHATML.replace("m.content", change))
+        with pytest.raises(RowRejected) as caught:
+            changing.encode(talk("a", "a <b>r</b> one"), 1000)
+        assert caught.value.reason == "template_rewrites_answer"
 
 
 # --- what stops the run --------------------------------------------------------------------------------------------
@@ -200,7 +195,8 @@ def test_template_that_changes_the_answer_rejects_the_row() -> None:
         ("{% for m in messages %}{{ m.content }}", "not a valid Jinja template, line 1"),
         ("{% for m in messages %}x{% endfor %}", "an answer must appear once in its render, not 0 times"),
         (CHATML.replace("add_generation_prompt", "false"), "is no generation prompt"),
-        (CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}"), "the generation prompt does not lead to"),
+        (CHATML.replace("assistant\n' }}", "assistant\nSure, ' }}"), "the generation prompt does not lead to"),
+        (CHATML.replace("assistant\n' }}", "model\n' }}"), "the generation prompt does not lead to"),
         ("{{ raise_exception('nothing goes') }}{% if 0 %}{% endif %}", "nothing goes"),
         ("no-such-file.jinja", "no such file"),
         (TAGGED.replace("m.role == 'assistant'", "m.role == 'nobody'") + "{% generation %}{% endgeneration %}", "tags"),
@@ -302,61 +298,3 @@ def test_date_is_fixed_and_part_of_the_fingerprint() -> None:
 def test_template_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text(CHATML)
     assert ChatTemplate(TOKENIZER, str(tmp_path / "t.jinja")).source == CHATML
-
-
-# --- whole files ---------------------------------------------------------------------------------------------------
-
-
-def rows_file(path: Path, *rows: Any) -> Path:
-    with gzip.open(path, "wt") as out:
-        out.writelines(json.dumps(row) + "\n" for row in rows)
-    return path
-
-
-def sharegpt(*texts: str, id: str = "") -> dict[str, Any]:
-    roles = ("human", "gpt") * len(texts)
-    return {"id": id, "conversations": [{"from": r, "value": t} for r, t in zip(roles, texts, strict=False)]}
-
-
-def test_load_examples(tmp_path: Path) -> None:
-    good = [sharegpt("q", f"answer {i}", id=str(i)) for i in range(600)]
-    rows = [*good[:300], sharegpt("q" * 300, "late"), sharegpt("x"), *good[300:]]
-    data = rows_file(tmp_path / "d.gz", *rows)
-    examples, log, summary = load_examples(
-        data, TEMPLATES["chatml"], max_length=120, rejects_path=tmp_path / "rejects.jsonl"
-    )
-    assert [runs(e) for e in examples] == [[f"answer {i}<|im_end|>"] for i in range(600)]
-    assert examples[-1].source == f"{data}:602:599"
-    assert (log.rows, log.kept, log.counts()) == (602, 600, {"cut_before_answer": 1, "no_assistant_turn": 1})
-    supervised, tokens = sum(e.num_supervised for e in examples), sum(len(e.input_ids) for e in examples)
-    assert summary.startswith(f"SUPERVISED: {supervised:,} of {tokens:,} tokens")
-    assert "600 of 602 rows usable, 2 rejected" in summary
-    assert len((tmp_path / "rejects.jsonl").read_text().splitlines()) == 2
-
-
-def test_max_documents_counts_usable_conversations(tmp_path: Path) -> None:
-    rows = [sharegpt("x"), *(sharegpt("q" * (300 if i % 2 else 1), "a", id=str(i)) for i in range(40))]
-    data = rows_file(tmp_path / "d.gz", *rows)
-    examples, log, _ = load_examples(data, TEMPLATES["chatml"], max_length=150, max_documents=7)
-    assert [e.source.split(":")[-1] for e in examples] == [str(i) for i in range(0, 14, 2)]
-    assert log.kept == 7 and log.rows == log.kept + log.rejected == 14
-
-
-def test_nothing_usable_stops_with_the_reasons(tmp_path: Path) -> None:
-    data = rows_file(tmp_path / "d.gz", sharegpt(), sharegpt("x"), sharegpt("x", "y"))
-    with pytest.raises(EyasError, match="0 of 3 usable") as caught:
-        load_examples(data, TEMPLATES["chatml"], max_length=8, rejects_path=tmp_path / "r.jsonl")
-    for reason in ("empty_conversation", "no_assistant_turn", "cut_before_answer"):
-        assert reason in str(caught.value)
-    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 3
-    for key, length, documents in (("max_length", 2, None), ("max_documents", 9, 0)):
-        with pytest.raises(EyasError, match=f"data.{key}="):
-            encode_all([], TEMPLATES["chatml"], length, documents, RejectLog())
-
-
-def test_preview_marks_the_supervised_text() -> None:
-    console = Console(record=True, width=200, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    print_preview([only(TEMPLATES["chatml"], talk("[b]hi", "[i]hello"))], TOKENIZER, console=console)
-    assert "⟦[i]hello<|im_end|>⟧" in console.export_text(clear=False)
-    assert "[b]hi<|im_end|>" in console.export_text(clear=False)
-    assert "\x1b[1;32m⟦[i]hello" in console.export_text(styles=True)

@@ -70,9 +70,10 @@ def config(**train: Any) -> Config:
 def make(run: Path, cfg: Config, content: dict[str, str] | None = None) -> Trainer:
     frozen = random_frozen()
     drafter = LinearDrafter.create(frozen, random_vocab(40, 17), TAPS, seed=cfg.seed)
-    sources = {"train": InMemory(frozen, LENGTHS), "valid": InMemory(frozen, [15, 10], seed=7)}
+    train, valid = InMemory(frozen, LENGTHS), InMemory(frozen, [15, 10], seed=7)
     accelerator = build_accelerator({"name": "none"}, device="cpu")
-    return Trainer(cfg, run, accelerator, drafter, frozen, **sources, content=content or {"features": "a"})
+    given = content or {"features": "a"}
+    return Trainer(cfg, run, accelerator, drafter, frozen, train=train, valid=valid, content=given)
 
 
 def fit(run: Path, cfg: Config | None = None, **options: Any) -> Fitted:

@@ -21,11 +21,11 @@ import torch
 from accelerate import Accelerator
 
 from conf.schema import Config
-from data.prepare import Inputs, open_target, token_counts
-from data.preview import print_preview
+from data.documents import DocumentSet
+from data.look import show
+from data.prepare import Inputs, open_target
 from data.source import FeatureSource, OnlineFeatures, StoredFeatures
 from data.store import FeatureStore
-from data.template import Example
 from models.checkpoint import drafter_class
 from models.drafter import Drafter
 from models.errors import EyasError
@@ -75,14 +75,17 @@ def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None
 
 
 def gather(cfg: Config, accelerator: Accelerator, run_dir: Path) -> Inputs:
-    """Find the target, then read, render and mask the conversations (every process for itself)."""
+    """Find the target, then read, render and mask the conversations (one process; the others wait for it)."""
     main = accelerator.is_main_process
     target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
     with accelerator.main_process_first():  # a conversion or download is done once
         files = open_target(target)
-    inputs = Inputs.gather(files, target=target, data=data, store=store, rejects_dir=run_dir if main else None)
+    rejects_dir = run_dir if main else None
+    inputs = Inputs.gather(
+        files, target=target, data=data, store=store, prompts=cfg.verify.prompts, rejects_dir=rejects_dir
+    )
     if main:
-        print_preview(inputs.corpus.train, files.tokenizer)
+        show(inputs, run_dir, cfg.preview)
     return inputs
 
 
@@ -103,7 +106,11 @@ def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) ->
         "held-out features": inputs.key(inputs.corpus.valid),
         "draft vocabulary": digest([drafter.vocab.size, drafter.vocab.ids.tolist()]),
     }
-    return Trainer(cfg, run_dir, accelerator, drafter, frozen, train=train, valid=valid, content=content).fit()
+    weights = inputs.corpus.weights
+    if set(weights) != {1.0}:
+        content["weights"] = digest(weights)
+    sources: dict[str, Any] = {"train": train, "valid": valid, "weights": weights}
+    return Trainer(cfg, run_dir, accelerator, drafter, frozen, content=content, **sources).fit()
 
 
 def feature_sources(
@@ -119,13 +126,13 @@ def feature_sources(
     def load_target() -> Target:
         return inputs.load_target(str(accelerator.device))
 
-    def online(examples: list[Example]) -> FeatureSource:
+    def online(examples: DocumentSet) -> FeatureSource:
         store = cfg.store
         return OnlineFeatures(
             load_target(), examples, store_dtype=store.dtype, batch_tokens=store.batch_tokens, dtype=dtype
         )
 
-    def stored(examples: list[Example]) -> FeatureSource:
+    def stored(examples: DocumentSet) -> FeatureSource:
         if not accelerator.is_main_process:  # a dump may take longer than a collective is allowed to
             folder = inputs.folder(examples)
             while not FeatureStore.is_complete(folder, folder.name):
@@ -146,9 +153,8 @@ def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
     if size is None:
         vocab = DraftVocab.full(frozen.vocab_size)
     else:
-        vocab = DraftVocab.from_counts(
-            token_counts(inputs.corpus.train, frozen.vocab_size), size, inputs.files.special_ids
-        )
+        counts = torch.from_numpy(inputs.corpus.train.token_counts(frozen.vocab_size))
+        vocab = DraftVocab.from_counts(counts, size, inputs.files.special_ids)
     if "seed" in inspect.signature(cls.create).parameters:
         options["seed"] = cfg.seed
     torch.manual_seed(cfg.seed)

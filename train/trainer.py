@@ -53,7 +53,8 @@ class Trainer:
     """Trains ``drafter`` on ``train`` until the plan is done, continuing from the newest checkpoint if there is one.
 
     ``content`` are digests of what the run is fed (features, target, vocabulary): a checkpoint made from other
-    content is refused. ``frozen`` must be on the accelerator's device.
+    content is refused. ``weights``: how often each training document comes in an epoch. ``frozen`` must be on the
+    accelerator's device.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Trainer:
         train: FeatureSource,
         valid: FeatureSource | None,
         content: Mapping[str, str],
+        weights: Sequence[float] | None = None,
     ) -> None:
         self.cfg, self.run_dir, self.accelerator, self.frozen = cfg, run_dir, accelerator, frozen
         self.train_source, self.valid_source = train, valid
@@ -83,6 +85,7 @@ class Trainer:
             bins_per_step=t.bins_per_step,
             epochs=None if t.steps else t.epochs,
             steps=t.steps,
+            weights=None if weights is None else [weights[d] for d in self.documents],
         )
         self.total = self.plan.total_steps
         self.eval_every = t.eval_every or math.ceil(self.total / VALIDATIONS)
