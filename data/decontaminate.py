@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import string
 from collections.abc import Iterable, Iterator
 
 from data.conversations import Message
 
 WORDS = 13
 _WORD = re.compile(r"\w+")
+_PUNCTUATION = {ord(c): " " for c in string.punctuation}
 
 
 class EvaluationPrompts:
@@ -60,7 +62,8 @@ class EvaluationPrompts:
 def opening(messages: Iterable[Message]) -> int:
     """A digest of the first question: conversations that open alike are no independent test of each other."""
     text = next((message.content for message in messages if message.role == "user"), "")
-    return digest64(" ".join(_WORD.findall(text.casefold())) or text)
+    plain = text.casefold().translate(_PUNCTUATION)
+    return digest64(" ".join(plain.split()) or text)
 
 
 def digest64(text: str) -> int:

@@ -18,30 +18,16 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, overload
+from typing import IO, Any, overload
 
 import numpy as np
 
-from data.template import Example
+from data.template import Example, Packed
 from models.files import sync
 
 MANIFEST, REJECTS_FILE, INDEX = "manifest.json", "rejects.jsonl", "index.npz"
 BINARY = {"tokens": np.dtype("<i4"), "supervised": np.dtype("?"), "sources": np.dtype("u1")}
 _PART = re.compile(r"#\d+$")  # the further documents of a conversation are named source#1, source#2 ...
-
-
-class Packed(NamedTuple):
-    """A document as arrays: ids [n] int32 and supervised [n] bool."""
-
-    ids: np.ndarray
-    supervised: np.ndarray
-    source: str
-    truncated: bool
-
-    @classmethod
-    def of(cls, example: Example) -> Packed:
-        ids, mask = np.asarray(example.input_ids, dtype=np.int32), np.asarray(example.supervised, dtype=bool)
-        return cls(ids, mask, example.source, example.truncated)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
@@ -21,14 +21,15 @@ from typing import NamedTuple
 from data.conversations import Conversation, conversation_of
 from data.decontaminate import EvaluationPrompts, opening
 from data.dialects import Dialect, id_of
-from data.documents import Packed
 from data.policy import RowRejected
 from data.rows import Row, Source
-from data.template import ChatTemplate
+from data.template import ChatTemplate, Encoded, Packed
 from models.errors import EyasError
 
-BATCH = 256  # rows sent to a worker, and tokenised, at a time
+BATCH = 512  # rows sent to a worker, and tokenised, at a time
 LARGE = 64 << 20  # bytes of input from which on starting workers pays
+FEW_CORES = 4  # with fewer the tokenizer's own threads keep all of them busy
+THREADS = 3  # without workers: enough that the tokenizer never waits
 MOST_WORKERS = 16  # that one reader can feed
 
 
@@ -82,20 +83,18 @@ class Encoder:
             if isinstance(result, RowRejected):
                 outcomes.append(_rejected(row, result))
             else:
-                outcomes.append(self._kept(row, *item, result.repairs, [Packed.of(e) for e in result.examples]))
+                outcomes.append(self._kept(row, *item, result))
         return outcomes
 
-    def _kept(
-        self, row: Row, conversation: Conversation, read: list[str], rendered: list[str], documents: list[Packed]
-    ) -> Outcome:
+    def _kept(self, row: Row, conversation: Conversation, read: list[str], encoded: Encoded) -> Outcome:
         messages = conversation.messages
         return Outcome(
             row.file,
             row.row,
             row.input,
             conversation.id,
-            repairs=(*read, *rendered),
-            documents=tuple(documents),
+            repairs=(*read, *encoded.repairs),
+            documents=tuple(encoded.documents),
             digest=_digest(conversation),
             opening=opening(messages),
             evaluation=self.evaluation.find(messages) if self.evaluation else "",
@@ -122,23 +121,23 @@ def _digest(conversation: Conversation) -> bytes:
 
 
 def outcomes(encoder: Encoder, rows: Iterable[Row], workers: int) -> Generator[Outcome, None, None]:
-    """Outcomes of all rows in their order. workers: processes beside this one, which then only reads; 0: none.
+    """Outcomes of all rows in their order. workers: processes beside this one, which then only reads.
 
-    Raises EyasError if a worker process dies.
+    With 0 of them a few threads take turns: while some wait for the tokenizer, which has threads of its own and needs
+    no interpreter meanwhile, another renders the next batch. Raises EyasError if a worker process dies.
     """
-    batches = _batches(rows)
-    if not workers:
-        for batch in batches:
-            yield from encoder(batch)
-        return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    pool = ProcessPoolExecutor(workers, context, _start, (encoder,))
+    pool: Executor
+    if workers:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        pool, work = ProcessPoolExecutor(workers, context, _start, (encoder,)), _work
+    else:
+        pool, work = ThreadPoolExecutor(THREADS), encoder
     try:
         waiting: deque[Future[list[Outcome]]] = deque()
-        for batch in batches:
-            waiting.append(pool.submit(_work, batch))
-            if len(waiting) > 2 * workers:  # bounds what is held in memory
+        for batch in _batches(rows):
+            waiting.append(pool.submit(work, batch))
+            if len(waiting) > 2 * max(2, workers):  # bounds what is held in memory
                 yield from waiting.popleft().result()
         while waiting:
             yield from waiting.popleft().result()
@@ -156,7 +155,7 @@ def pick_workers(workers: int | None, sources: Sequence[Source]) -> int:
         return workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     large = sum(source.size() for source in sources) >= LARGE or any(source.kind == "hub" for source in sources)
-    return min(cores, MOST_WORKERS) if large and cores > 1 else 0
+    return min(cores, MOST_WORKERS) if large and cores >= FEW_CORES else 0
 
 
 _encoder: Encoder | None = None  # of a worker process

@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +30,7 @@ from data.tokens import Tokens, decode, tokens_of
 from data.tools import CallForm, find_form, is_plain, offers_tools, turns_of
 from models.errors import EyasError
 
-__all__ = ["ChatTemplate", "Encoded", "Example", "decode"]
+__all__ = ["ChatTemplate", "Encoded", "Example", "Packed", "decode"]
 
 SUPERVISE = ("assistant", "last", "all")
 TOOLS = ("render", "reject")
@@ -53,11 +54,32 @@ class Example:
         return sum(self.supervised)
 
 
-class Encoded(NamedTuple):
-    """The examples of a conversation, and the names of the repairs made (`data.policy.REPAIRS`)."""
+class Packed(NamedTuple):
+    """An example as arrays: ids [n] int32 and supervised [n] bool."""
 
-    examples: list[Example]
+    ids: np.ndarray
+    supervised: np.ndarray
+    source: str
+    truncated: bool
+
+    @classmethod
+    def of(cls, example: Example) -> Packed:
+        ids, mask = np.asarray(example.input_ids, dtype=np.int32), np.asarray(example.supervised, dtype=bool)
+        return cls(ids, mask, example.source, example.truncated)
+
+    def example(self) -> Example:
+        return Example(self.ids.tolist(), self.supervised.tolist(), self.source, self.truncated)
+
+
+class Encoded(NamedTuple):
+    """The documents of a conversation, and the names of the repairs made (`data.policy.REPAIRS`)."""
+
+    documents: list[Packed]
     repairs: list[str]
+
+    @property
+    def examples(self) -> list[Example]:
+        return [document.example() for document in self.documents]
 
 
 class _Document(NamedTuple):
@@ -66,7 +88,7 @@ class _Document(NamedTuple):
     located: Located
     encoding: Encoding
     ids: list[int]
-    mask: list[bool]
+    mask: np.ndarray
     spelled: bool
 
 
@@ -250,9 +272,9 @@ class ChatTemplate:
             encoding = self.tokens.encode_spelled(located, encoding, ids)
             ids = encoding.ids
             places = [tokens_of(span, located.text, encoding) for span in located.spans]
-        mask = [self.supervise == "all"] * len(ids)
+        mask = np.full(len(ids), self.supervise == "all")
         for first, stop in places:
-            mask[first:stop] = [True] * (stop - first)
+            mask[first:stop] = True
             if self._to_prove > 0:
                 check_decoded(self.tokens, located.text, encoding, ids, first, stop, source)
         self._to_prove -= 1
@@ -269,22 +291,23 @@ class ChatTemplate:
         if longest > max_length and self.too_long == "split":
             parts = list(self._split(conversation, shown, documents[0], max_length))
             repairs = [*repairs, *(["split_by_rounds"] if len(parts) > 1 else [])]
-        examples, dropped = list[Example](), False
+        packed, dropped = list[Packed](), False
         for document in (document for part in parts for document in part):
             long = len(document.ids) > max_length
             if not _drafts(document.mask[:max_length]):
                 dropped |= long and _drafts(document.mask)
                 continue
-            source = conversation.source if not examples else f"{conversation.source}#{len(examples)}"
-            examples.append(Example(document.ids[:max_length], document.mask[:max_length], source, truncated=long))
+            source = conversation.source if not packed else f"{conversation.source}#{len(packed)}"
+            ids = np.array(document.ids[:max_length], dtype=np.int32)
+            packed.append(Packed(ids, document.mask[:max_length], source, long))
             repairs = [*repairs, *(["control_text"] * document.spelled), *(["cut_at_max_length"] * long)]
-        if not examples and dropped:
+        if not packed and dropped:
             raise RowRejected("cut_before_answer", f"{longest} tokens, data.max_length={max_length}")
-        if not examples:
+        if not packed:
             raise RowRejected("nothing_supervised", "no two consecutive tokens lie wholly inside an answer")
         if dropped:
             repairs = [*repairs, "round_dropped" if self.too_long == "split" else "cut_at_max_length"]
-        return Encoded(examples, list(dict.fromkeys(repairs)))
+        return Encoded(packed, list(dict.fromkeys(repairs)))
 
     def _split(
         self, conversation: Conversation, shown: _Shown, whole: _Document, max_length: int
@@ -311,9 +334,9 @@ class ChatTemplate:
             yield documents(first, end) if found is None else found
 
 
-def _drafts(mask: Sequence[bool]) -> bool:
+def _drafts(mask: np.ndarray) -> bool:
     """Whether some slot counts at depth 0: two supervised tokens in a row, after at least one token."""
-    return b"\x01\x01" in bytes(mask[1:])
+    return bool((mask[1:-1] & mask[2:]).any())
 
 
 def _source(tokenizer: PreTrainedTokenizerBase, template: str | None) -> str:
