@@ -135,7 +135,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda
     threads: int = 0  # CPU threads; 0: leave as is
     features: str = "store"  # store | online
-    preview: int = 1  # documents shown in the terminal and in preview.html before any work
+    preview: int = 1  # documents shown before any work; python -m data writes them to preview.html too
     drafter_path: str | None = None  # eval/export: a checkpoint or exported folder; null: this run's best
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: dict[str, Any] = field(default_factory=dict)  # _target_ and options: the class signature is the schema

@@ -18,7 +18,7 @@ from conf import CONF_DIR
 from conf.explain import every_key, unknown
 from conf.options import check_drafter, check_strategy
 from conf.schema import Config
-from data.rows import inputs_of
+from data.chats.rows import inputs_of
 from models.errors import EyasError
 
 PACKAGED = "eyas:"  # data files shipped with the package: eyas:quickstart/train.jsonl

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def main(cfg: Config) -> None:
     import torch  # slow, as what follows: --help and mistakes in the configuration need not wait for it
 
-    from data.look import report
+    from data.look.report import report
     from data.prepare import Inputs, open_target
     from models.device import pick_device
     from models.target import Target

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from data.corpus import Corpus, read_corpus
-from data.dump import FeatureTarget, dump
-from data.manifest import store_key
-from data.store import FeatureStore
-from data.template import ChatTemplate, Example
+from data.documents.corpus import Corpus, read_corpus
+from data.features.dump import FeatureTarget, dump
+from data.features.manifest import store_key
+from data.features.store import FeatureStore
+from data.masks.template import ChatTemplate, Example
 from models.errors import EyasError
 from models.load_frozen import config_eos_ids, fingerprint, read_config
 from models.pypi import resolve

@@ -1,6 +1,6 @@
 """Prompts for the verifier, rendered by the target's own chat template with the generation prompt.
 
-A row is ``{"turns": [...]}`` (MT-bench, Spec-Bench) or whatever `data.prompts` reads. Its questions are asked one
+A row is ``{"turns": [...]}`` (MT-bench, Spec-Bench) or whatever `data.chats.prompts` reads. Its questions are asked one
 after the other, each after the verifier's own answer to the one before.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from data.conversations import Dialect, Message, RejectLog
-from data.prompts import Questions, read_questions
-from data.template import ChatTemplate
+from data.chats.conversations import Dialect, Message, RejectLog
+from data.chats.prompts import Questions, read_questions
+from data.masks.template import ChatTemplate
 from models.errors import EyasError
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from tqdm import tqdm
 from transformers import PretrainedConfig
 
 from conf.schema import Config, VerifyConfig
-from data.corpus import Corpus, check_training_data, read_corpus, read_documents
-from data.dialects import Dialect
-from data.look import compare_prompts
+from data.chats.dialects import Dialect
+from data.documents.corpus import Corpus, check_training_data, read_corpus, read_documents
+from data.look.report import compare_prompts
+from data.masks.template import ChatTemplate
 from data.prepare import TargetFiles, chat_template
-from data.template import ChatTemplate
 from eval.metrics import DEFINITION, acceptance, counted, ratio, uncut
 from eval.prompts import Prompt, read_prompts, usable
 from eval.proposers import DrafterProposer, PlainProposer, Proposer

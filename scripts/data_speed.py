@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import DataConfig, TargetConfig
-from data.conversations import read_conversations
-from data.corpus import read_documents
+from data.chats.conversations import read_conversations
+from data.chats.rejects import RejectLog
+from data.documents.corpus import read_documents
+from data.masks.template import decode
 from data.prepare import chat_template, open_target
-from data.rejects import RejectLog
-from data.template import decode
 from models.errors import EyasError
 
 BATCH = 1024  # texts given to the tokenizer at a time

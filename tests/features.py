@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from data.dump import dump
-from data.store import FeatureStore
-from data.template import Example
+from data.features.dump import dump
+from data.features.store import FeatureStore
+from data.masks.template import Example
 
 HIDDEN, TAPS = 4, (1, 2, 3)
 

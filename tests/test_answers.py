@@ -1,4 +1,4 @@
-"""data.replay and data.answers: what becomes of every kind of answer, and a file that no kill damages."""
+"""Replay and Answers: what becomes of every kind of answer, and a file that no kill damages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from data.answers import Answers, beside
-from data.prompts import Questions
-from data.rejects import RejectLog
-from data.replay import Answer, Asked, Outcome, Replay, ask
+from data.chats.prompts import Questions
+from data.chats.rejects import RejectLog
+from data.regenerate.answers import Answers, beside
+from data.regenerate.replay import Answer, Asked, Outcome, Replay, ask
 from models.errors import EyasError
 
 SETTINGS = {"target": "t", "temperature": 0.7, "seed": 0}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from data.conversations import Dialect, Message, ToolCall, conversation_of
-from data.policy import RowRejected
-from data.rows import Row
+from data.chats.conversations import Dialect, Message, ToolCall, conversation_of
+from data.chats.policy import RowRejected
+from data.chats.rows import Row
 
 GOOD = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
 CALL = (("function_call", '{"name": "add", "arguments": {"a": 1}}'), ("observation", "3"))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.clean import clean_html
-from data.conversations import Dialect, conversation_of
-from data.policy import RowRejected
-from data.rows import Row
+from data.chats.clean import clean_html
+from data.chats.conversations import Dialect, conversation_of
+from data.chats.policy import RowRejected
+from data.chats.rows import Row
 
 FENCE = "```html\n<div>\n  <p>a_b*</p>\n</div>\n```"
 

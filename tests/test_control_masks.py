@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from data.template import Example
+from data.masks.template import Example
 from tests.templates import FIXTURES, Fixture
 from tests.templates.notation import ids_of, official, runs, talk
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.conversations import Conversation
-from data.policy import RowRejected
-from data.template import ChatTemplate, Encoded
+from data.chats.conversations import Conversation
+from data.chats.policy import RowRejected
+from data.masks.template import ChatTemplate, Encoded
 from tests.chat_templates import BRACKET, CHATML, KINDS, LLAMA3, QWEN3, byte_tokenizer
 from tests.test_template import TEMPLATES, TOKENIZER, runs, talk
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.conversations import Conversation, Dialect, Message, RejectLog, conversation_of, read_conversations
-from data.policy import REJECTS, REPAIRS, RowRejected
-from data.rows import Row
+from data.chats.conversations import Conversation, Dialect, Message, RejectLog, conversation_of, read_conversations
+from data.chats.policy import REJECTS, REPAIRS, RowRejected
+from data.chats.rows import Row
 from models.errors import EyasError
 
 HI = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
@@ -79,7 +79,7 @@ def test_array_lines_gzip_and_pretty_print_read_alike(tmp_path: Path) -> None:
 
 
 def test_rows_larger_than_the_read_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.rows.CHUNK", 7)
+    monkeypatch.setattr("data.chats.rows.CHUNK", 7)
     rows = [turns(("human", "é" * 50 + str(i)), ("gpt", '"}],\n\u2028' * 9)) for i in range(4)]
     (tmp_path / "a.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1), encoding="utf-8")
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from conf.schema import DataConfig
-from data.corpus import Corpus, check_training_data, read_corpus, read_documents, split_held_out
-from data.documents import DocumentSet
-from data.encode import Encoder, outcomes, pick_workers
-from data.rows import Row, Source, inputs_of
-from data.template import ChatTemplate, Example, decode
+from data.chats.rows import Row, Source, inputs_of
+from data.documents.corpus import Corpus, check_training_data, read_corpus, read_documents, split_held_out
+from data.documents.document_set import DocumentSet
+from data.documents.encode import Encoder, outcomes, pick_workers
+from data.masks.template import ChatTemplate, Example, decode
 from models.errors import EyasError
 from tests.chat_templates import CHATML, LLAMA3, byte_tokenizer
 

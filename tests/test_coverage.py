@@ -11,8 +11,8 @@ import torch
 from matplotlib.image import imread
 from rich.console import Console
 
-from data.coverage import Coverage, percent
-from data.preview import token_repr
+from data.look.coverage import Coverage, percent
+from data.look.preview import token_repr
 from models.errors import EyasError
 from models.tiny_target import tiny_tokenizer
 from models.vocab import DraftVocab

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from data.conversations import Message
-from data.decontaminate import EvaluationPrompts, opening
+from data.chats.conversations import Message
+from data.documents.decontaminate import EvaluationPrompts, opening
 
 LONG = "Write a short poem about a falcon that learns to fly over the northern sea at dawn"  # 17 words
 PROMPTS = EvaluationPrompts([("long", LONG), ("short", "What is 2+2?"), ("blank", "  ")])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from data.conversations import Dialect, Message, conversation_of
-from data.dialects import ALIASES, ROLES
-from data.policy import RowRejected
-from data.rows import Row
+from data.chats.conversations import Dialect, Message, conversation_of
+from data.chats.dialects import ALIASES, ROLES
+from data.chats.policy import RowRejected
+from data.chats.rows import Row
 from models.errors import EyasError
 
 ASKED = ("user", "q")

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.documents import DocumentSet, DocumentWriter
-from data.template import Example, Packed
+from data.documents.document_set import DocumentSet, DocumentWriter
+from data.masks.template import Example, Packed
 
 EXAMPLES = [
     Example([1, 2, 3], [False, True, True], "a.json:1:x"),

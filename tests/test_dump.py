@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from data.dump import batches_by_length, dump
-from data.manifest import Documents, Layout, Manifest
-from data.source import OnlineFeatures, StoredFeatures
-from data.store import FeatureStore
-from data.template import Example
-from data.writer import FeatureWriter
+from data.features.dump import batches_by_length, dump
+from data.features.manifest import Documents, Layout, Manifest
+from data.features.source import OnlineFeatures, StoredFeatures
+from data.features.store import FeatureStore
+from data.features.writer import FeatureWriter
+from data.masks.template import Example
 from models.errors import EyasError
 from models.target import Target
 from tests.features import LENGTHS, TOKEN_BYTES, FakeTarget, contents, documents, make_store

@@ -1,4 +1,4 @@
-"""data.engine: what is drawn, when an answer ends, and that batching changes nothing."""
+"""data.regenerate.engine: what is drawn, when an answer ends, and that batching changes nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import data.engine
-from data.conversations import Conversation, Message
-from data.engine import LocalEngine, batches, choose, generate
-from data.prompts import Questions
-from data.replay import Outcome, Sampling, ask
-from data.template import ChatTemplate
+import data.regenerate.engine
+from data.chats.conversations import Conversation, Message
+from data.chats.prompts import Questions
+from data.masks.template import ChatTemplate
+from data.regenerate.engine import LocalEngine, batches, choose, generate
+from data.regenerate.replay import Outcome, Sampling, ask
 from models.errors import EyasError
 from tests.tiny import tiny_target
 
@@ -239,7 +239,7 @@ def test_the_prompt_is_the_start_of_the_training_render(tmp_path: Path, monkeypa
         asked.extend(prompts)
         return [[5, 6, 2] for _ in prompts]
 
-    monkeypatch.setattr(data.engine, "generate", remember)
+    monkeypatch.setattr(data.regenerate.engine, "generate", remember)
     one = LocalEngine(lambda: load(tmp_path), template, EOS, Sampling(0.0, max_new_tokens=9), {})
     [outcome] = answered(one, [QUESTIONS[1]])
     messages = (Message("user", "Write a loop."), Message("assistant", texts(outcome)[0]))
@@ -263,7 +263,7 @@ def test_an_opened_reasoning_block_belongs_to_the_answer(tmp_path: Path, monkeyp
         asked.extend(prompts)
         return [[*generated, 2] for _ in prompts]
 
-    monkeypatch.setattr(data.engine, "generate", remember)
+    monkeypatch.setattr(data.regenerate.engine, "generate", remember)
     [outcome] = answered(engine(tmp_path, Sampling(0.0, max_new_tokens=99)), [QUESTIONS[3]])
     assert texts(outcome) == ["<think>\nso\n</think>\n\nYes."]
     messages = (Message("user", "Why?"), Message("assistant", texts(outcome)[0]))
@@ -313,7 +313,7 @@ def test_a_batch_that_memory_does_not_hold_is_halved(target: Path, monkeypatch: 
             raise torch.OutOfMemoryError("as if")
         return generate(model, prompts, *rest)
 
-    monkeypatch.setattr(data.engine, "generate", small)
+    monkeypatch.setattr(data.regenerate.engine, "generate", small)
     rows = [*QUESTIONS, Questions("huge", "", "", ("x" * 500,), "q.jsonl", 6)]
     *found, huge = answered(engine(target, sampling, eos, cut="keep", batch_size=8), rows)
     assert found == wanted

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from conf.schema import VerifyConfig
-from data.template import ChatTemplate
+from data.masks.template import ChatTemplate
 from eval.metrics import Round
 from eval.prompts import read_prompts
 from eval.report import print_report

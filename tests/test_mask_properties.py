@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.conversations import Message
+from data.chats.conversations import Message
 from tests.templates import FIXTURES, Fixture
 from tests.templates.notation import ids_of, official, runs, talk
 

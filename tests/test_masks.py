@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from data.conversations import Conversation
-from data.policy import RowRejected
-from data.template import ChatTemplate
+from data.chats.conversations import Conversation
+from data.chats.policy import RowRejected
+from data.masks.template import ChatTemplate
 from models.batch import valid_slots
 from models.errors import EyasError
 from tests.templates import FIXTURES, Fixture

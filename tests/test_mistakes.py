@@ -17,9 +17,9 @@ from conf.cli import told_plainly
 from conf.explain import check_arguments, unknown
 from conf.schema import Config, DataConfig, TargetConfig
 from conf.validate import PATHS, check_late_inputs, check_outputs, check_texts, expand, validate, value
-from data.corpus import read_corpus
-from data.rows import read_rows
-from data.template import ChatTemplate
+from data.chats.rows import read_rows
+from data.documents.corpus import read_corpus
+from data.masks.template import ChatTemplate
 from models.checkpoint import load_drafter, save_drafter
 from models.errors import EyasError
 from models.files import lock

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.order import StepPlan, plan_epoch
+from data.features.order import StepPlan, plan_epoch
 from models.errors import EyasError
 
 FROZEN = [0, 5, 3, 8, 9, 4, 6, 1, 7, 2]

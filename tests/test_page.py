@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.coverage import Coverage
-from data.page import write_page
-from data.preview import pieces, token_repr
-from data.rejects import RejectLog
-from data.statistics import describe
-from data.template import Example, decode
+from data.chats.rejects import RejectLog
+from data.look.coverage import Coverage
+from data.look.page import write_page
+from data.look.preview import pieces, token_repr
+from data.look.statistics import describe
+from data.masks.template import Example, decode
 from models.tiny_target import tiny_tokenizer
 
 BYTES = tiny_tokenizer()  # one token a byte

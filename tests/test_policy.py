@@ -1,11 +1,11 @@
-"""The policy in words: README.md says what data/policy.py says, name by name."""
+"""The policy in words: README.md says what data/chats/policy.py says, name by name."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from data.policy import REJECTS, REPAIRS
+from data.chats.policy import REJECTS, REPAIRS
 
 README = Path(__file__).parent.parent / "README.md"
 

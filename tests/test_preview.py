@@ -11,10 +11,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.preview import Piece, excerpt, pieces, preview_text, print_preview, token_repr, visible
-from data.rejects import RejectLog
-from data.statistics import describe
-from data.template import Example
+from data.chats.rejects import RejectLog
+from data.look.preview import Piece, excerpt, pieces, preview_text, print_preview, token_repr, visible
+from data.look.statistics import describe
+from data.masks.template import Example
 from models.tiny_target import tiny_tokenizer
 
 BYTES = tiny_tokenizer()  # one token a byte

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from data.conversations import Dialect, Message, RejectLog
-from data.policy import RowRejected
-from data.prompts import Questions, questions_of, read_questions
-from data.rows import Row
-from data.template import ChatTemplate
+from data.chats.conversations import Dialect, Message, RejectLog
+from data.chats.policy import RowRejected
+from data.chats.prompts import Questions, questions_of, read_questions
+from data.chats.rows import Row
+from data.masks.template import ChatTemplate
 from eval.prompts import read_prompts
 from models.errors import EyasError
 

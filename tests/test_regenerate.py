@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
-import data.regenerate
+import data.regenerate.run
 from conf.schema import Config, DataConfig, RegenerateConfig, TargetConfig
-from data.answers import Answers, beside
-from data.conversations import read_conversations
-from data.dialects import Dialect
-from data.prompts import read_questions
-from data.regenerate import regenerate
-from data.rejects import RejectLog
-from data.replay import Outcome
+from data.chats.conversations import read_conversations
+from data.chats.dialects import Dialect
+from data.chats.prompts import read_questions
+from data.chats.rejects import RejectLog
+from data.regenerate.answers import Answers, beside
+from data.regenerate.replay import Outcome
+from data.regenerate.run import regenerate
 from models.errors import EyasError
 from tests.tiny import tiny_target
 
@@ -130,9 +130,9 @@ def test_progress_tells_rows_tokens_and_the_time_left(
 ) -> None:
     """10 rows, 4 of them there before; after 100 seconds 2 more and 500 tokens: 4 rows take 200 seconds."""
     clock = iter([0.0, *[100.0] * 20])
-    monkeypatch.setattr("data.regenerate.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("data.regenerate.run.time", SimpleNamespace(monotonic=lambda: next(clock)))
     caplog.set_level(logging.INFO)
-    progress = data.regenerate._Progress(10, 4)
+    progress = data.regenerate.run._Progress(10, 4)
     progress._bar.disable = True  # as where there is no terminal
     progress.row()
     progress.row()

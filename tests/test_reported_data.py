@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from data.clean import clean_html
-from data.conversations import Conversation, Dialect, Message, RejectLog, read_conversations
-from data.prompts import read_questions
+from data.chats.clean import clean_html
+from data.chats.conversations import Conversation, Dialect, Message, RejectLog, read_conversations
+from data.chats.prompts import read_questions
 from models.errors import EyasError
 
 

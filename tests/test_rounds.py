@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.conversations import Conversation, Message, ToolCall
-from data.policy import RowRejected
-from data.rounds import groups
-from data.template import ChatTemplate, Encoded
+from data.chats.conversations import Conversation, Message, ToolCall
+from data.chats.policy import RowRejected
+from data.masks.rounds import groups
+from data.masks.template import ChatTemplate, Encoded
 from tests.chat_templates import CHATML, LLAMA3, QWEN3
 from tests.test_served import OPENS_AND_DROPS
 from tests.test_template import TOKENIZER, runs, talk

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from data.conversations import Conversation, Message, ToolCall
-from data.policy import RowRejected
-from data.template import ChatTemplate
+from data.chats.conversations import Conversation, Message, ToolCall
+from data.chats.policy import RowRejected
+from data.masks.template import ChatTemplate
 from models.errors import EyasError
 from tests.chat_templates import CHATML, PHI, byte_tokenizer
 from tests.test_template import TOKENIZER, runs, talk

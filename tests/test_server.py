@@ -1,4 +1,4 @@
-"""data.server: bounded concurrency, retries, what is the row's fault and what is not, against a real HTTP server."""
+"""The server engine against a real HTTP server: concurrency, retries, and what is the row's fault."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from conf.schema import Config, DataConfig, RegenerateConfig, TargetConfig
-from data.answers import beside
-from data.prompts import Questions
-from data.regenerate import regenerate
-from data.replay import Outcome, Sampling, ask
-from data.server import ServerEngine, retry_after
+from data.chats.prompts import Questions
+from data.regenerate.answers import beside
+from data.regenerate.replay import Outcome, Sampling, ask
+from data.regenerate.run import regenerate
+from data.regenerate.server import ServerEngine, retry_after
 from models.errors import EyasError
 from tests.servers import Reply, Server, completion, echo, serving
 

@@ -24,8 +24,8 @@ from conf.schema import (
     TrainConfig,
     VerifyConfig,
 )
-from data.source import StoredFeatures
-from data.store import FeatureStore
+from data.features.source import StoredFeatures
+from data.features.store import FeatureStore
 from models.batch import slots_of
 from models.checkpoint import load_drafter
 from models.load_frozen import load_frozen

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.rejects import RejectLog
-from data.statistics import describe, histogram, histogram_text
+from data.chats.rejects import RejectLog
+from data.look.statistics import describe, histogram, histogram_text
 
 
 def stats(*lengths: int, log: RejectLog | None = None) -> dict:

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import data.store
-from data.dump import dump, key_of
-from data.manifest import Layout, count_slots, file_blake2b, store_key
-from data.source import OnlineFeatures, StoredFeatures
-from data.store import FeatureStore
-from data.template import Example
+import data.features.store
+from data.features.dump import dump, key_of
+from data.features.manifest import Layout, count_slots, file_blake2b, store_key
+from data.features.source import OnlineFeatures, StoredFeatures
+from data.features.store import FeatureStore
+from data.masks.template import Example
 from models.batch import valid_slots
 from models.errors import EyasError
 from models.target import Target
@@ -178,7 +178,7 @@ def test_plan_of_shards() -> None:
 def test_many_shards_are_read_through_few_maps_and_survive_pickling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data.store, "OPEN_SHARDS", 2)
+    monkeypatch.setattr(data.features.store, "OPEN_SHARDS", 2)
     store = make_store(tmp_path)
     for _ in range(2):
         assert [store.read(d).input_ids.tolist() for d in range(10)] == [e.input_ids for e in documents(LENGTHS)]
@@ -261,7 +261,7 @@ def test_damaged_shard_is_refused_and_alone_written_again(tmp_path: Path) -> Non
 
 
 def test_checksums_are_computed_once_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data.store, "SETTLED_NS", -1)
+    monkeypatch.setattr(data.features.store, "SETTLED_NS", -1)
     hashed: list[str] = []
 
     def count(path: Path) -> str:
@@ -269,7 +269,7 @@ def test_checksums_are_computed_once_until_a_file_changes(tmp_path: Path, monkey
         return file_blake2b(path)
 
     make_store(tmp_path)
-    monkeypatch.setattr(data.store, "file_blake2b", count)
+    monkeypatch.setattr(data.features.store, "file_blake2b", count)
     FeatureStore.open(tmp_path)
     assert hashed == ["documents.json"]
     path = tmp_path / "shard-00001.safetensors"

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from data.conversations import Conversation, Message
-from data.policy import RowRejected
-from data.template import ChatTemplate, Example, decode
+from data.chats.conversations import Conversation, Message
+from data.chats.policy import RowRejected
+from data.masks.template import ChatTemplate, Example, decode
 from models.errors import EyasError
 from tests.chat_templates import (
     BRACKET,

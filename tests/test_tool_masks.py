@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from data.conversations import Conversation, Message, ToolCall
-from data.policy import RowRejected
+from data.chats.conversations import Conversation, Message, ToolCall
+from data.chats.policy import RowRejected
 from tests.templates import FIXTURES
 from tests.templates.notation import CALL_ID, check, official, runs, unmarked
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from data.conversations import Conversation, Message, ToolCall
-from data.policy import RowRejected
-from data.template import ChatTemplate, Encoded
+from data.chats.conversations import Conversation, Message, ToolCall
+from data.chats.policy import RowRejected
+from data.masks.template import ChatTemplate, Encoded
 from models.errors import EyasError
 from tests.chat_templates import CHATML
 from tests.test_served import HEAD, Q1, documents

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.schema import Config, OptimConfig, TargetConfig, TrackerConfig, TrainConfig
-from data.source import pack
-from data.store import Stored
+from data.features.source import pack
+from data.features.store import Stored
 from models.batch import Batch
 from models.checkpoint import drafter_class, load_drafter, save_drafter
 from models.errors import EyasError

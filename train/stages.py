@@ -21,11 +21,11 @@ import torch
 from accelerate import Accelerator
 
 from conf.schema import Config
-from data.documents import DocumentSet
-from data.look import show
+from data.documents.document_set import DocumentSet
+from data.features.source import FeatureSource, OnlineFeatures, StoredFeatures
+from data.features.store import FeatureStore
+from data.look.report import show
 from data.prepare import Inputs, open_target
-from data.source import FeatureSource, OnlineFeatures, StoredFeatures
-from data.store import FeatureStore
 from models.checkpoint import drafter_class
 from models.drafter import Drafter
 from models.errors import EyasError

@@ -1,7 +1,7 @@
 """The training loop of every method: nothing here knows which drafter it trains, or on how many processes.
 
 Optimizer step s is a pure function of the weights, s and the configuration: its documents come from the plan
-(data/order.py), its learning rate from train/optim.py, its random numbers from bin_seed. So continuing from a
+(data/features/order.py), its learning rate from train/optim.py, its random numbers from bin_seed. So continuing from a
 checkpoint repeats exactly what an unbroken run would have done.
 """
 
@@ -22,8 +22,8 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from conf.schema import Config
-from data.order import StepPlan, plan_epoch
-from data.source import FeatureSource
+from data.features.order import StepPlan, plan_epoch
+from data.features.source import FeatureSource
 from models.drafter import Drafter, TrainSpec
 from models.errors import EyasError
 from models.frozen import FrozenTarget

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from data.template import ChatTemplate
+from data.masks.template import ChatTemplate
 from tests.templates.vocabularies import byte_level, control, sentencepiece
 
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

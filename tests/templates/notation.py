@@ -14,8 +14,8 @@ from typing import Any
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.conversations import Conversation, Message
-from data.template import Example
+from data.chats.conversations import Conversation, Message
+from data.masks.template import Example
 from tests.templates import Fixture
 
 CALL_ID = "a1B2c3D4e"

@@ -1,0 +1,356 @@
+"""The ``data`` section to documents: read, render and mask once, keep in a folder named by what determines them.
+
+The order of the policies that look at more than one row: kept rows are counted against ``data.max_documents`` after
+duplicates and (``data.decontaminate=drop``) conversations that hold an evaluation prompt are gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from data.chats.conversations import read_conversations
+from data.chats.dialects import Dialect
+from data.chats.policy import OF_THE_TEMPLATE
+from data.chats.prompts import read_questions
+from data.chats.rejects import RejectLog
+from data.chats.rows import Source, inputs_of, read_source, sources_of
+from data.documents.decontaminate import EvaluationPrompts
+from data.documents.document_set import MANIFEST, REJECTS_FILE, DocumentSet, DocumentWriter
+from data.documents.encode import Encoder, Outcome, outcomes, pick_workers
+from data.look.statistics import describe
+from data.masks.template import ChatTemplate
+from models.errors import EyasError
+from models.files import publish, sync, write_atomic
+
+FORMAT, VERSION = "eyas-documents", 1
+SHOWN = 3  # contaminated conversations named in the warning
+HOPELESS = 1000  # conversations that the template has all rejected
+CHECKED = 100_000  # conversations that an evaluation looks through
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of one key of the configuration, and the manifest of their folder."""
+
+    documents: DocumentSet
+    manifest: dict[str, Any]
+    folder: Path
+
+    @property
+    def log(self) -> RejectLog:
+        return RejectLog.from_json(self.manifest["statistics"])
+
+    def summary(self) -> str:
+        """A few lines for the log, first how much is supervised."""
+        found = self.manifest["statistics"]
+        head = (
+            f"SUPERVISED: {found['supervised_tokens']:,} of {found['tokens']:,} tokens "
+            f"({found['supervised_share']:.1%}) in {found['documents']:,} documents"
+        )
+        return f"{head}\n{self.log.table()}"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents to train on and documents held out (perhaps none).
+
+    weights: how often each training document is seen in an epoch. about: facts for manifests and reports.
+    """
+
+    train: DocumentSet
+    valid: DocumentSet
+    weights: list[float]
+    about: Mapping[str, Any]
+
+    def prompts(self) -> list[list[int]]:
+        """What comes before the first answer of every held-out document: what a verifier may be given."""
+        return [e.input_ids[: e.supervised.index(True)] for e in self.valid if True in e.supervised[1:]]
+
+
+def read_corpus(
+    template: ChatTemplate,
+    data: Mapping[str, Any],
+    *,
+    prompts: str | None = None,
+    rejects_dir: Path | None = None,
+) -> Corpus:
+    """Documents of the ``data`` section (as a dict), split into those to train on and those held out.
+
+    prompts: ``verify.prompts``, which the training data should not hold. Rejected rows are copied to
+    ``rejects_dir``/rejects.jsonl (rejects_valid.jsonl). Raises EyasError if nothing is usable.
+    """
+    evaluation = evaluation_prompts(data, prompts) if data["decontaminate"] != "keep" else None
+
+    def read(key: str, name: str, evaluation: EvaluationPrompts | None) -> Documents:
+        copy = rejects_dir / name if rejects_dir is not None else None
+        return read_documents(template, data, key, evaluation=evaluation, rejects_copy=copy)
+
+    found = read("data.path", "rejects.jsonl", evaluation)
+    given = [item.weight for item in inputs_of(data["path"])]
+    if data["valid_path"] is None:
+        train, valid = split_held_out(found.documents, data["valid_fraction"], data["decontaminate"])
+    else:
+        train, valid = found.documents, read("data.valid_path", "rejects_valid.jsonl", None).documents
+    return Corpus(train, valid, [given[i] for i in train.inputs], found.manifest)
+
+
+def read_documents(
+    template: ChatTemplate,
+    data: Mapping[str, Any],
+    key: str = "data.path",
+    *,
+    evaluation: EvaluationPrompts | None = None,
+    rejects_copy: Path | None = None,
+) -> Documents:
+    """Documents of ``data.path`` or ``data.valid_path``: made now, or found in ``data.cache_dir``.
+
+    Several processes may ask for the same: one makes them, the others wait. Raises EyasError, with a table of the
+    reasons, if no row is usable.
+    """
+    job = _Job.of(template, data, key, evaluation)
+    folder = Path(data["cache_dir"]) / job.name
+    found = _open(folder)
+    if found is None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = folder.parent / f".{job.name}.lock"
+        with FileLock(lock):
+            found = _open(folder)  # perhaps another process has just made it
+            if found is None:
+                job.build(folder, rejects_copy)
+                found = _open(folder)
+                assert found is not None
+                lock.unlink(missing_ok=True)  # who waits for it finds the folder
+    if rejects_copy is not None:
+        _copy(folder / REJECTS_FILE, rejects_copy)
+    rejected = f"; rejected rows are listed in {rejects_copy}" if rejects_copy and found.log.rejected else ""
+    log.info("%s: %s%s", key, found.summary(), rejected)
+    _warn(found, data)
+    return found
+
+
+def _open(folder: Path) -> Documents | None:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if (manifest["format"], manifest["version"], manifest["key"]) != (FORMAT, VERSION, folder.name):
+            return None
+        return Documents(DocumentSet.open(folder), manifest, folder)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as damage:
+        log.warning("%s: damaged (%s); reading the data again", folder, damage)
+        return None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What determines the documents of one key, and how they are made."""
+
+    name: str
+    key: str
+    sources: list[Source]
+    encoder: Encoder
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls, template: ChatTemplate, data: Mapping[str, Any], key: str, evaluation: EvaluationPrompts | None
+    ) -> _Job:
+        names = ("split", "roles", "columns", "max_length", "duplicates", "clean_html")
+        settings = {name: data[name] for name in names}
+        settings["max_documents"] = data["max_documents"] if key == "data.path" else None
+        settings["drop_evaluation"] = data["decontaminate"] == "drop"
+        settings["workers"] = data["workers"]
+        sources = sources_of(data[key.removeprefix("data.")], key)
+        dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
+        encoder = Encoder(template, dialect, data["max_length"], evaluation)
+        made_from = [
+            FORMAT,
+            VERSION,
+            template.fingerprint(),
+            {k: v for k, v in settings.items() if k != "workers"},
+            [[source.fingerprint(), source.input] for source in sources],
+            evaluation.fingerprint() if evaluation else None,
+        ]
+        name = hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=16).hexdigest()
+        return cls(name, key, sources, encoder, settings)
+
+    def build(self, folder: Path, rejects_copy: Path | None) -> None:
+        """Write the folder under another name, then give it its own. Whatever happens, the rejects are copied."""
+        part = folder.with_name(f".{folder.name}.part")
+        for left in (part, folder):
+            shutil.rmtree(left, ignore_errors=True)
+        rejects, writer = RejectLog(part / REJECTS_FILE), DocumentWriter(part)
+        try:
+            try:
+                facts = self._write(rejects, writer)
+            finally:
+                writer.close()
+                rejects.close()
+                if rejects_copy is not None:
+                    _copy(part / REJECTS_FILE, rejects_copy)
+            write_atomic(part / MANIFEST, json.dumps(self._manifest(part, rejects, writer, facts), indent=1) + "\n")
+            publish(part, folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _write(self, rejects: RejectLog, writer: DocumentWriter) -> dict[str, Any]:
+        rows = (row for s in self.sources for row in read_source(s, split=self.settings["split"], key=self.key))
+        with closing(outcomes(self.encoder, rows, pick_workers(self.settings["workers"], self.sources))) as results:
+            facts = self._take(results, rejects, writer)
+        if not writer.conversations:
+            raise EyasError(f"{self.key}: 0 of {rejects.rows} usable\n{rejects.table()}")
+        writer.finish()
+        return facts
+
+    def _take(self, results: Iterable[Outcome], rejects: RejectLog, writer: DocumentWriter) -> dict[str, Any]:
+        """Count, filter and write; returns what the manifest says of conversations that hold evaluation prompts."""
+        seen: dict[bytes, tuple[str, int]] = {}
+        contaminated, shown = 0, list[str]()
+        most = self.settings["max_documents"]
+        for outcome in results:
+            rejects.rows += 1
+            reason, detail = outcome.reason, outcome.detail
+            if outcome.evaluation:
+                contaminated += 1
+                if len(shown) < SHOWN:
+                    shown.append(f"{outcome.file}, row {outcome.row} holds {outcome.evaluation}")
+            if not reason and outcome.evaluation and self.settings["drop_evaluation"]:
+                reason, detail = "holds_evaluation_prompt", outcome.evaluation
+            if not reason and self.settings["duplicates"] == "drop":
+                first = seen.setdefault(outcome.digest, (outcome.file, outcome.row))
+                if first != (outcome.file, outcome.row):
+                    reason, detail = "duplicate", f"of {first[0]}, row {first[1]}"
+            if reason:
+                rejects.add(outcome.file, outcome.row, outcome.id, reason, detail)
+                if not writer.conversations and sum(rejects.reasons[name] for name in OF_THE_TEMPLATE) >= HOPELESS:
+                    break  # not a matter of odd rows: nothing is written, and the table says why
+                continue
+            for repair in outcome.repairs:
+                rejects.repair(repair)
+            writer.add(outcome.documents, outcome.input, outcome.opening)
+            if writer.conversations == most:
+                break
+        return {"conversations": contaminated, "first": shown}
+
+    def _manifest(
+        self, part: Path, rejects: RejectLog, writer: DocumentWriter, contaminated: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        documents = DocumentSet.open(part)
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "key": self.name,
+            "sources": [{"path": s.name, "bytes": s.size(), "fingerprint": s.fingerprint()} for s in self.sources],
+            "template": self.encoder.template.fingerprint(),
+            "settings": {k: v for k, v in self.settings.items() if k != "workers"},
+            "statistics": describe(documents.lengths, documents.supervised, rejects, writer.conversations),
+            "evaluation": dict(contaminated),
+        }
+
+
+def _copy(source: Path, copy: Path) -> None:
+    if source.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        temporary = copy.with_name(f".{copy.name}.tmp")
+        shutil.copyfile(source, temporary)
+        sync(temporary)
+        publish(temporary, copy)
+
+
+# --- what is held out, and what should not be trained on ------------------------------------------------------------
+
+
+def split_held_out(
+    documents: DocumentSet, fraction: float, decontaminate: str = "warn"
+) -> tuple[DocumentSet, DocumentSet]:
+    """(to train on, held out): ``fraction`` of the conversations (at least one of two), evenly spaced; no seed.
+
+    All documents of one conversation, and documents with the same tokens, stay on one side. Conversations that open
+    with the question of a held-out one stay in training (``warn`` says how many) or are left out (``drop``).
+    """
+    if not 0 <= fraction < 1:
+        raise EyasError(f"data.valid_fraction={fraction}: must be 0 or more and below 1")
+    names, group = np.unique(documents.conversations, return_inverse=True)
+    count = min(len(names) - 1, max(1, round(fraction * len(names)))) if fraction else 0
+    chosen = np.zeros(len(names), dtype=bool)
+    chosen[[(2 * i + 1) * len(names) // (2 * count) for i in range(count)]] = True
+    held = chosen[group]
+    valid = documents.take(documents.numbers[held])
+    digests = {valid.digest(i) for i in range(len(valid))}
+    alike = ~held & np.isin(documents.openings, valid.openings)
+    same = [i for i in np.flatnonzero(alike).tolist() if documents.digest(i) in digests]
+    alike[same] = False
+    train = ~held
+    train[same] = False
+    if alike.any() and decontaminate == "warn":
+        log.warning(
+            "%d training documents open with the question of a held-out one: the held-out numbers flatter the "
+            "drafter (data.decontaminate=drop leaves them out)", int(alike.sum())
+        )  # fmt: skip
+    if decontaminate == "drop":
+        train &= ~alike
+    if not train.any():
+        raise EyasError("data.path: nothing is left to train on beside the held-out conversations; give more of them")
+    return documents.take(documents.numbers[train]), valid
+
+
+def evaluation_prompts(data: Mapping[str, Any], prompts: str | None) -> EvaluationPrompts | None:
+    """The questions of ``verify.prompts`` and of ``data.valid_path``; None if there are none."""
+    dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
+    given = {"verify.prompts": prompts, "data.valid_path": data["valid_path"]}
+    found = EvaluationPrompts(
+        (f"{question.id or question.row} of {question.source_file}", text)
+        for key, paths in given.items()
+        if paths is not None
+        for question in read_questions(paths, dialect=dialect, rejects=RejectLog(), key=key, split=data["split"])
+        for text in question.turns
+    )
+    return found if len(found) else None
+
+
+def check_training_data(data: Mapping[str, Any], prompts: str) -> None:
+    """For an evaluation on ``prompts``: warn if the first conversations of ``data.path`` hold some of them."""
+    if data["path"] is None or data["decontaminate"] == "keep":
+        return
+    evaluation = evaluation_prompts({**data, "valid_path": None}, prompts)
+    dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
+    read = read_conversations(data["path"], dialect=dialect, split=data["split"], rejects=RejectLog(), key="data.path")
+    held = list[str]()
+    try:
+        for conversation in islice(read, CHECKED if evaluation else 0):
+            name = evaluation.find(conversation.messages) if evaluation else ""
+            if name:
+                held.append(f"{conversation.source_file}, row {conversation.row} holds {name}")
+    except EyasError as error:  # the training data may be gone by now
+        log.info("not checked for prompts in the training data: %s", error)
+    _warn_of(len(held), held[:SHOWN])
+
+
+def _warn(found: Documents, data: Mapping[str, Any]) -> None:
+    held = found.manifest["evaluation"]
+    if data["decontaminate"] == "warn":
+        _warn_of(held["conversations"], held["first"])
+
+
+def _warn_of(conversations: int, first: Iterable[str]) -> None:
+    if conversations:
+        log.warning(
+            "%d conversations of data.path hold prompts that the drafter is measured on: the measurement flatters it "
+            "(training with data.decontaminate=drop leaves them out)\n  %s",
+            conversations,
+            "\n  ".join(first),
+        )

@@ -1,0 +1,242 @@
+"""Run the target over documents and keep its features: the tapping path that dump and online training share.
+
+A shard is a unit of work: its documents are batched by length (right padding, little of it), and each goes to
+its place in the file as soon as it is computed. Memory holds one batch; document order and bytes do not depend
+on how often the dump was broken off.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from data.features.manifest import Documents, Manifest, blake2b, store_key, torch_dtype
+from data.features.store import FeatureStore, TokenFeatures, check_lengths
+from data.features.writer import FeatureWriter, ShardFile
+from models.errors import EyasError
+
+if TYPE_CHECKING:
+    from data.masks.template import Example
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = 512  # run once beforehand to estimate the time
+
+
+class FeatureTarget(Protocol):
+    """What the dump asks of a target (models.target.Target)."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def tap_ids(self) -> tuple[int, ...]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    def fingerprint(self) -> str: ...
+    def features(self, ids: list[Tensor]) -> Sequence[TokenFeatures]: ...
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is still to be written, the free bytes of the disk, and the seconds it will take."""
+
+    tokens: int
+    bytes: int
+    free: int
+    seconds: float
+
+    def __str__(self) -> str:
+        size = f"{format_bytes(self.bytes)} of {format_bytes(self.free)} free"
+        return f"{self.tokens:,} tokens, {size}, about {format_seconds(self.seconds)}"
+
+
+def compute_dtype(target: FeatureTarget) -> str:
+    """The dtype the target computes in, e.g. "float32"."""
+    return str(next(target.model.parameters()).dtype).removeprefix("torch.")
+
+
+def key_of(target: FeatureTarget, examples: Sequence[Example], dtype: str) -> str:
+    """The store key of these examples under this target (see data.features.manifest.store_key)."""
+    return store_key(examples, target.fingerprint(), target.tap_ids, dtype, compute_dtype=compute_dtype(target))
+
+
+def batches_by_length(documents: Iterable[int], lengths: Mapping[int, int], batch_tokens: int) -> list[list[int]]:
+    """Documents in batches of at most ``batch_tokens`` padded tokens (at least one document), longest first so
+    that a batch too big for the memory shows at once."""
+    if batch_tokens < 1:
+        raise EyasError(f"store.batch_tokens={batch_tokens}: must be at least 1")
+    batches: list[list[int]] = []
+    for document in sorted(documents, key=lambda d: (-lengths[d], d)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= batch_tokens:
+            batches[-1].append(document)
+        else:
+            batches.append([document])
+    return batches
+
+
+def forward(
+    target: FeatureTarget, examples: Sequence[Example], documents: Sequence[int], batch_tokens: int
+) -> Iterator[tuple[int, TokenFeatures]]:
+    """Features of these documents, one after another, in the order of their batches.
+
+    Raises EyasError naming the source of a document whose ids, mask and states differ in length.
+    """
+    lengths = {document: len(examples[document].input_ids) for document in documents}
+    for batch in batches_by_length(documents, lengths, batch_tokens):
+        found = target.features([torch.tensor(examples[document].input_ids) for document in batch])
+        for document, features in zip(batch, found, strict=True):
+            example = examples[document]
+            where = f"document {document} from the target"
+            check_lengths(example.source, len(example.input_ids), len(example.supervised), features, where)
+            yield document, features
+
+
+def dump(
+    target: FeatureTarget,
+    examples: Sequence[Example],
+    folder: Path | str,
+    *,
+    dtype: str = "bfloat16",
+    shard_bytes: int = 1 << 30,
+    batch_tokens: int = 4096,
+    max_bad: int = 0,
+    provenance: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    free_bytes: Callable[[Path], int] | None = None,
+) -> FeatureStore:
+    """Store the features of all examples in ``folder`` and open the store; what is already there is kept.
+
+    Run again after a break it writes the missing shards only, and none if the store is whole. ``max_bad``
+    documents may have NaN or infinite features (stored as zeros without loss, listed in the manifest); one more
+    stops the dump. ``provenance``: JSON-able facts for the manifest (target id, template, data path ...).
+    ``progress(done, total)`` is called after each document, in tokens; ``free_bytes(folder)`` tells the free
+    space (default: ask the disk). Raises EyasError if the disk cannot hold the store, before the first shard.
+    """
+    if not examples:
+        raise EyasError("data.path: no usable document to take features of")
+    folder, documents = Path(folder), Documents.of(examples)
+    manifest = _manifest(target, examples, documents, dtype, shard_bytes, provenance or {})
+    with FeatureWriter(folder, manifest, documents) as writer:
+        for index, wrong in writer.damaged.items():
+            log.warning("%s: shard %d %s; writing it again", folder, index, wrong)
+        pending = writer.pending
+        if pending:
+            _announce(target, examples, writer, free_bytes or disk_free)
+        meter = _Meter(writer, progress)
+        for index in pending:
+            with writer.shard(index) as shard:
+                _fill(shard, target, examples, batch_tokens, meter, max_bad)
+    return FeatureStore.open(folder, key=manifest.key)
+
+
+def disk_free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def format_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+class _Meter:
+    """Counts tokens done and documents skipped, over this dump and the ones it continues."""
+
+    def __init__(self, writer: FeatureWriter, progress: Callable[[int, int], None] | None) -> None:
+        self.progress, self.lengths = progress, writer.documents.lengths
+        self.done = sum(shard.tokens for shard in writer.manifest.shards)
+        self.total = writer.manifest.tokens
+        self.bad = sum(len(shard.skipped) for shard in writer.manifest.shards)
+
+    def add(self, document: int) -> None:
+        self.done += self.lengths[document]
+        if self.progress:
+            self.progress(self.done, self.total)
+
+
+def _fill(
+    shard: ShardFile,
+    target: FeatureTarget,
+    examples: Sequence[Example],
+    batch_tokens: int,
+    meter: _Meter,
+    max_bad: int,
+) -> None:
+    for document, features in forward(target, examples, shard.documents, batch_tokens):
+        example = examples[document]
+        ids, supervised = torch.tensor(example.input_ids), torch.tensor(example.supervised, dtype=torch.bool)
+        if not shard.write(document, features, ids, supervised):
+            meter.bad += 1
+            wrong = f"{example.source}: the target's features of document {document} are NaN or infinite"
+            if meter.bad > max_bad:
+                raise EyasError(
+                    f"{wrong} ({meter.bad} such so far, {max_bad} allowed). Remove the row, or compute in float32 "
+                    "(target.dtype=float32)"
+                )
+            log.warning("%s; stored without loss", wrong)
+            shard.skip(document, ids)
+        meter.add(document)
+
+
+def _manifest(
+    target: FeatureTarget,
+    examples: Sequence[Example],
+    documents: Documents,
+    dtype: str,
+    shard_bytes: int,
+    provenance: dict[str, Any],
+) -> Manifest:
+    torch_dtype(dtype)
+    manifest = Manifest(
+        key=key_of(target, examples, dtype),
+        target=target.fingerprint(),
+        tap_ids=tuple(target.tap_ids),
+        hidden_size=target.hidden_size,
+        dtype=dtype,
+        compute_dtype=compute_dtype(target),
+        documents=len(examples),
+        tokens=sum(documents.lengths),
+        documents_blake2b=blake2b(documents.to_json()),
+        shard_bytes=shard_bytes,
+        planned_shards=0,
+        provenance=provenance,
+    )
+    planned = len(manifest.layout.plan(documents.lengths, shard_bytes))
+    return replace(manifest, planned_shards=planned)
+
+
+def _announce(
+    target: FeatureTarget, examples: Sequence[Example], writer: FeatureWriter, free_bytes: Callable[[Path], int]
+) -> None:
+    """Log the estimate of what is still to be written; raise EyasError if it does not fit."""
+    tokens = sum(writer.documents.lengths[d] for index in writer.pending for d in writer.plan[index])
+    need, free = sum(map(writer.bytes_of, writer.pending)), free_bytes(writer.folder)
+    if need > free:
+        raise EyasError(
+            f"store.dir: the features of {tokens:,} tokens need {format_bytes(need)} ({need} bytes), but only "
+            f"{format_bytes(free)} ({free} bytes) are free at {writer.folder}. Free some space, choose another "
+            "store.dir, store.dtype=bfloat16 or fewer data.max_documents, or train with features=online"
+        )
+    probe = torch.tensor(examples[writer.plan[writer.pending[0]].start].input_ids[:PROBE_TOKENS])
+    began = time.perf_counter()
+    target.features([probe])
+    seconds = (time.perf_counter() - began) * tokens / len(probe)
+    estimate = Estimate(tokens, need, free, seconds)
+    shards = f"{len(writer.pending)} of {writer.manifest.planned_shards} shards"
+    log.info("features into %s: %s to write, %s", writer.folder, shards, estimate)
