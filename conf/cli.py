@@ -29,6 +29,7 @@ from conf.explain import MISTAKES, check_arguments, explain, of_the_disk
 from conf.schema import Config
 from conf.validate import resolve
 from models.errors import EyasError
+from models.visible import visible
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 USER_MISTAKE = 2
@@ -100,7 +101,7 @@ def told_plainly() -> Iterator[None]:
 
 def leave(message: str) -> NoReturn:
     where = f"[rank {process_rank()}] " if "RANK" in os.environ else ""
-    print(f"{where}error: {message}", file=sys.stderr)
+    print(f"{where}error: {visible(message)}", file=sys.stderr)
     sys.exit(USER_MISTAKE)
 
 

@@ -92,6 +92,8 @@ def quoting(override: str) -> str:
     key, found, value = override.partition("=")
     if not found or not key:
         return f"cannot read {override!r}: overrides look like key=value ({HELP})"
+    if value[:1] in ("[", "{"):
+        return f"{key}: cannot read {value!r}; a list or mapping is quoted for the shell alone: '{key}=[a, b]'"
     escaped = value.strip("\"'").replace("\\", "\\\\").replace('"', '\\"')
     return (
         f"{key}: cannot read {value!r}; what has = , : brackets or foreign letters needs quotes: '{key}=\"{escaped}\"'"

@@ -197,10 +197,10 @@ def check_late_inputs(cfg: Config, job: str) -> None:
     needed = {"train.init_from": cfg.train.init_from} if job == "train" else {}
     if job in ("eval", "export"):
         needed["drafter_path"] = cfg.drafter_path
-    if job in ("train", "eval"):
+    if job in ("train", "eval", "data"):
         needed["verify.prompts"] = cfg.verify.prompts
-        if cfg.data.supervise == "all" and cfg.verify.prompts is None:
-            refuse(cfg, "data.supervise", "leaves no prompt to measure on; give verify.prompts=FILE")
+    if job in ("train", "eval") and cfg.data.supervise == "all" and cfg.verify.prompts is None:
+        refuse(cfg, "data.supervise", "leaves no prompt to measure on; give verify.prompts=FILE")
     for key, path in needed.items():
         if path is not None and not Path(path).exists():
             refuse(cfg, key, f"no such file or folder (looked in {Path.cwd()})")

@@ -20,15 +20,17 @@ def main(cfg: Config) -> None:
     from data.look.report import report
     from data.prepare import Inputs, open_target
     from models.device import pick_device
+    from models.run_folder import has_begun
     from models.target import Target
 
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     device = pick_device(cfg.device)
     run_dir = Path(cfg.output_dir or Path("outputs") / cfg.name)
+    rejects_dir = None if has_begun(run_dir) else run_dir
     target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
     inputs = Inputs.gather(
-        open_target(target), target=target, data=data, store=store, prompts=cfg.verify.prompts, rejects_dir=run_dir
+        open_target(target), target=target, data=data, store=store, prompts=cfg.verify.prompts, rejects_dir=rejects_dir
     )
     report(inputs, run_dir, cfg.preview, cfg.drafter.get("draft_vocab_size"), cfg.verify.gamma)
     if cfg.features == "online":

@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 
 from conf.schema import Config, VerifyConfig
 from data.chats.dialects import Dialect
-from data.documents.corpus import Corpus, check_training_data, read_corpus, read_documents
+from data.documents.corpus import Corpus, read_corpus, read_documents
+from data.documents.held_out import check_training_data
 from data.look.report import compare_prompts
 from data.masks.template import ChatTemplate
 from data.prepare import TargetFiles, chat_template

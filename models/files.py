@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -48,3 +51,24 @@ def lock(folder: Path, doing: str) -> IO[bytes]:
     except OSError:  # a filesystem without locks: go on without
         pass
     return file
+
+
+@contextmanager
+def turn(path: Path) -> Iterator[None]:
+    """Wait until no other process holds this file (made if need be), and hold it meanwhile: one works, others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        with suppress(OSError):  # a filesystem without locks: go on without
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def out_of_space(path: Path, advice: str) -> Iterator[None]:
+    """Turn "disk full", "over quota" and "file too large" into a message that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise EyasError(f"{path}: {os.strerror(error.errno)}. {advice}") from error

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from models.errors import EyasError
+from models.files import turn
 
 PREFIX = "pypi:"
 TINY = "tiny:"  # a random model of a few thousand weights, made on the spot
@@ -138,12 +139,11 @@ def _tiny(family: str, root: Path) -> Path:
 
 def _made_once(folder: Path, make: Callable[[Path], object]) -> Path:
     """``folder`` of the cache, made under a temporary name by ``make`` unless it is there already."""
-    from filelock import FileLock
 
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock"):  # one of several processes makes it, the others wait
+    with turn(folder.parent / f".{folder.name}.lock"):  # one of several processes makes it, the others wait
         if not folder.is_dir():
             scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
             try:

@@ -26,6 +26,11 @@ def best_checkpoint(run_dir: Path) -> Path | None:
     return latest_checkpoint(run_dir)
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Whether the run has a checkpoint: what it was trained on is settled then."""
+    return any((run_dir / CHECKPOINTS).glob("step_*"))
+
+
 def latest_checkpoint(run_dir: Path) -> Path | None:
     """The newest whole checkpoint; broken ones are named in a warning and passed over."""
     for folder in step_folders(run_dir):

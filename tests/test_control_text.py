@@ -9,12 +9,13 @@ from multiprocessing import get_context
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.chats.conversations import Conversation
 from data.chats.policy import RowRejected
 from data.masks.template import ChatTemplate, Encoded
+from models.errors import EyasError
 from tests.chat_templates import BRACKET, CHATML, KINDS, LLAMA3, QWEN3, byte_tokenizer
 from tests.test_template import TEMPLATES, TOKENIZER, runs, talk
 
@@ -122,6 +123,54 @@ def test_a_text_that_cannot_be_told_apart_is_rejected() -> None:
     with pytest.raises(RowRejected, match="invalid_unicode"):
         TEMPLATES["chatml"].encode(talk("\ufdd5", "</s>"), 1000)
     assert TEMPLATES["chatml"].encode(talk("\ufdd5", "ok"), 1000)
+
+
+@pytest.mark.parametrize("unk", [None, "<|im_end|>"])
+def test_tokens_that_decode_to_another_text_stop_the_run(unk: str | None) -> None:
+    """A decoder that changes words: at start-up if the probe has one, else at the first answer that has one.
+
+    GPT-2's family calls its end token the unknown one as well, which excuses nothing.
+    """
+
+    def changing(word: str) -> PreTrainedTokenizerFast:
+        backend = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
+        backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace(word, "no")])
+        return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", unk_token=unk)
+
+    with pytest.raises(EyasError, match=r"target\.chat_template: .* cannot be trusted to mark answers"):
+        ChatTemplate(changing("ok"), CHATML)
+    template = ChatTemplate(changing("cat"), CHATML)
+    assert template.encode(talk("cat", "dog"), 1000)
+    with pytest.raises(EyasError, match=r"^f\.jsonl:7:c: .*'no<\|im_end\|>' where the answer is 'cat<\|im_end\|>'"):
+        template.encode(talk("a", "cat"), 1000)
+
+
+def test_unknown_words_are_nothing_to_compare() -> None:
+    template = ChatTemplate(unigram(), BRACKET)
+    (example,) = template.encode(talk("a", "é b"), 1000)
+    assert template.tokenizer.unk_token_id in example.input_ids and example.num_supervised == 6
+
+
+def test_control_text_that_no_other_name_can_stand_for() -> None:
+    """A control token of one character has no room for a name: as text it would still be the token."""
+    template = ChatTemplate(byte_tokenizer(control=("<s>", "</s>", "<|im_start|>", "<|im_end|>", "~")), CHATML)
+    assert template.encode(talk("~", "ok"), 1000)
+    with pytest.raises(RowRejected, match="answer_not_located: .* cannot be written as text"):
+        template.encode(talk("a", "x ~ y"), 1000)
+
+
+def test_renaming_that_would_change_the_prompt() -> None:
+    """A control token that is found in any letter case: renamed, a prompt's spelling of it would become text."""
+    backend = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.Lowercase()
+    backend.add_special_tokens([AddedToken("<END>", normalized=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    template = ChatTemplate(tokenizer, CHATML)
+    (example,) = template.encode(talk("a <end>", "b"), 1000)
+    assert tokenizer.convert_tokens_to_ids("<END>") in example.input_ids
+    assert template.encode(talk("a", "</s>"), 1000)
+    with pytest.raises(RowRejected, match="answer_not_located: .* cannot be written as text"):
+        template.encode(talk("a <end>", "</s>"), 1000)
 
 
 # --- worker processes ----------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_array_lines_gzip_and_pretty_print_read_alike(tmp_path: Path) -> None:
 
 
 def test_rows_larger_than_the_read_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.chats.rows.CHUNK", 7)
+    monkeypatch.setattr("data.chats.json_rows.CHUNK", 7)
     rows = [turns(("human", "é" * 50 + str(i)), ("gpt", '"}],\n\u2028' * 9)) for i in range(4)]
     (tmp_path / "a.json").write_text(json.dumps(rows, ensure_ascii=False, indent=1), encoding="utf-8")
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
@@ -243,10 +243,9 @@ def answer(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", **fields}]}
 
 
-def test_reasoning_in_its_own_field_goes_into_think_tags() -> None:
+def test_reasoning_in_its_own_field_stays_there() -> None:
     for key in ("reasoning", "reasoning_content", "thinking"):
-        folded = of(answer(content="a", **{key: " r "}))
-        assert folded == ([("user", "q"), ("assistant", "<think>\nr\n</think>\n\na")], ["reasoning_folded"])
+        assert messages(answer(content="a", **{key: " r "}))[-1] == Message("assistant", "a", reasoning=" r ")
     said = "<think>\nr\n</think>\n\na"
     assert of(answer(content=said, reasoning="r")) == ([("user", "q"), ("assistant", said)], [])
     assert reason(answer(content="", reasoning="r")) == "empty_turn"

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import logging
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
-from conf.schema import DataConfig
 from data.chats.rows import Row, Source, inputs_of
-from data.documents.corpus import Corpus, check_training_data, read_corpus, read_documents, split_held_out
-from data.documents.document_set import DocumentSet
+from data.documents.corpus import read_corpus, read_documents
 from data.documents.encode import Encoder, outcomes, pick_workers
-from data.masks.template import ChatTemplate, Example, decode
+from data.masks.template import ChatTemplate, decode
 from models.errors import EyasError
 from tests.chat_templates import CHATML, LLAMA3, byte_tokenizer
-
-TOKENIZER = byte_tokenizer()
-TEMPLATE = ChatTemplate(TOKENIZER, CHATML)
-
-
-def section(tmp_path: Path, path: Any, **changes: Any) -> dict[str, Any]:
-    return asdict(DataConfig(path=path, cache_dir=str(tmp_path / "cache"), max_length=2000)) | changes
-
-
-def sharegpt(*texts: str, id: str = "") -> dict[str, Any]:
-    roles = ("human", "gpt") * len(texts)
-    return {"id": id, "conversations": [{"from": r, "value": t} for r, t in zip(roles, texts, strict=False)]}
-
-
-def rows_file(path: Path, *rows: Any) -> str:
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return str(path)
-
-
-def runs(example: Example) -> list[str]:
-    pairs = zip(example.input_ids, example.supervised, strict=True)
-    return [decode(TOKENIZER, [t for t, _ in run]) for on, run in groupby(pairs, key=lambda pair: pair[1]) if on]
-
-
-def listed(path: Path) -> list[tuple[int, str]]:
-    return [(row["row"], row["reason"]) for row in map(json.loads, path.read_text().splitlines())]
-
+from tests.chats import TEMPLATE, TOKENIZER, listed, rows_file, runs, section, sharegpt
 
 # --- counts ---------------------------------------------------------------------------------------------------------
 
@@ -89,7 +57,7 @@ def test_max_documents_counts_usable_conversations(tmp_path: Path, workers: int)
 def test_nothing_usable_stops_with_the_reasons(tmp_path: Path) -> None:
     path = rows_file(tmp_path / "d.gz", sharegpt(), sharegpt("x"), sharegpt("x", "y"))
     data = section(tmp_path, path, max_length=8)
-    with pytest.raises(EyasError, match=r"data\.path: 0 of 3 usable") as caught:
+    with pytest.raises(EyasError, match=r"data\.path: 0 of 3 rows usable") as caught:
         read_documents(TEMPLATE, data, rejects_copy=tmp_path / "run" / "r.jsonl")
     for reason in ("empty_conversation", "no_assistant_turn", "cut_before_answer"):
         assert reason in str(caught.value)
@@ -98,11 +66,16 @@ def test_nothing_usable_stops_with_the_reasons(tmp_path: Path) -> None:
 
 
 def test_a_template_that_fits_no_row_stops_early(tmp_path: Path) -> None:
-    """No answer among the first thousand can be marked: the rest is not read."""
-    rows = [sharegpt("x"), *(sharegpt(f"q{i}", "<think>no</think>") for i in range(3000))]
-    data = section(tmp_path, rows_file(tmp_path / "d.jsonl", *rows), max_length=3)
-    with pytest.raises(EyasError, match=r"data\.path: 0 of 1001 usable"):
-        read_documents(TEMPLATE, data)
+    """The template refuses the first thousand: the rest is not read. Rows that are only too long are no such case."""
+    rows = [sharegpt("x"), *({**sharegpt(f"q{i}", "a"), "system": "s"} for i in range(3000))]
+    refusing = ChatTemplate(TOKENIZER, CHATML.replace("{% for", "{% if messages[0].role == 'system' %}{{ "
+                            "raise_exception('no system') }}{% endif %}{% for", 1))  # fmt: skip
+    data = section(tmp_path, rows_file(tmp_path / "d.jsonl", *rows))
+    with pytest.raises(EyasError, match=r"data\.path: 0 of 1001 rows usable(.|\n)*reading stopped here"):
+        read_documents(refusing, data)
+    late = [*(sharegpt("q" * 300, f"{i}") for i in range(1200)), sharegpt("q", "a")]
+    data = section(tmp_path, rows_file(tmp_path / "e.jsonl", *late), max_length=100)
+    assert len(read_documents(TEMPLATE, data).documents) == 1
 
 
 def test_duplicates_across_files_by_choice(tmp_path: Path) -> None:
@@ -112,6 +85,22 @@ def test_duplicates_across_files_by_choice(tmp_path: Path) -> None:
     two = rows_file(tmp_path / "2.jsonl", other, sharegpt("a", "c"))
     assert len(read_documents(TEMPLATE, section(tmp_path, [one, two])).documents) == 2
     assert len(read_documents(TEMPLATE, section(tmp_path, [one, two], duplicates="keep")).documents) == 4
+
+
+def test_rows_that_differ_in_their_reasoning_are_no_duplicates(tmp_path: Path) -> None:
+    def row(reasoning: str) -> dict[str, Any]:
+        answer = {"role": "assistant", "content": "b", "reasoning_content": reasoning}
+        return {"messages": [{"role": "user", "content": "a"}, answer]}
+
+    path = rows_file(tmp_path / "d.jsonl", row("r"), row("s"), row("r"))
+    log = read_documents(TEMPLATE, section(tmp_path, path)).log
+    assert (log.counts(), log.repairs) == ({"duplicate": 1}, {"reasoning_folded": 2})
+
+
+def test_a_file_given_twice_is_all_duplicates_the_second_time(tmp_path: Path) -> None:
+    path = rows_file(tmp_path / "d.jsonl", sharegpt("a", "b"), sharegpt("c", "d"))
+    log = read_documents(TEMPLATE, section(tmp_path, [path, {"path": path, "weight": 2.0}])).log
+    assert (log.rows, log.counts()) == (4, {"duplicate": 2})
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -142,6 +131,43 @@ def test_a_file_that_breaks_off_in_nonsense_is_told_alike(tmp_path: Path, worker
         read_documents(TEMPLATE, section(tmp_path, [path, str(broken)], workers=workers))
 
 
+@pytest.mark.parametrize("workers", [0, 6])
+def test_how_far_the_reader_is_ahead_does_not_matter(tmp_path: Path, workers: int) -> None:
+    """Broken in row 3001; with ten documents wanted nobody gets there, and without a limit the rows before count."""
+    rows = [json.dumps(sharegpt(f"q{i}", "a")) for i in range(3000)]
+    path = tmp_path / "d.json"
+    path.write_text(f"[{','.join(rows)}, {{'}}, {rows[0]}, {rows[1]}]")
+    data = section(tmp_path, str(path), workers=workers)
+    assert len(read_documents(TEMPLATE, data | {"max_documents": 10}).documents) == 10
+    rows[7] = json.dumps({"id": "bad"})
+    path.write_text(f"[{','.join(rows)}, {{'}}, {rows[0]}, {rows[1]}]")
+    with pytest.raises(EyasError, match="not valid JSON in row 3001"):
+        read_documents(TEMPLATE, data, rejects_copy=tmp_path / "r.jsonl")
+    assert listed(tmp_path / "r.jsonl") == [(8, "no_conversation_column")]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_nested_too_deeply_to_be_sent(tmp_path: Path, workers: int) -> None:
+    row = sharegpt("a", "b") | {"extra": json.loads("[" * 700 + "]" * 700)}
+    data = section(tmp_path, rows_file(tmp_path / "d.jsonl", sharegpt("c", "d"), row), workers=workers)
+    assert len(read_documents(TEMPLATE, data).documents) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("place", [10, 600])
+def test_the_proof_is_of_the_first_rows_wherever_they_are_encoded(tmp_path: Path, workers: int, place: int) -> None:
+    """A tokenizer that takes accents away is found out by an answer among the first rows, and by none after."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    rows = [sharegpt(f"q{i}", "café" if i == place else "ok") for i in range(700)]
+    data = section(tmp_path, rows_file(tmp_path / "d.jsonl", *rows), workers=workers)
+    if place < 64:
+        with pytest.raises(EyasError, match=r"row 11|:11:.*cannot be trusted"):
+            read_documents(ChatTemplate(tokenizer, CHATML), data)
+    else:
+        assert len(read_documents(ChatTemplate(tokenizer, CHATML), data).documents) == 700
+
+
 class Deadly:
     """Ends the process that receives it."""
 
@@ -156,7 +182,7 @@ def test_a_dead_worker_is_an_error_that_names_the_key() -> None:
         list(outcomes(encoder, rows, 1))
 
 
-def test_workers_by_size(tmp_path: Path) -> None:
+def test_workers_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = tmp_path / "small.json"
     small.write_text("[]")
     assert pick_workers(None, [Source("file", str(small))]) == 0
@@ -164,7 +190,11 @@ def test_workers_by_size(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(1 << 30)  # sparse
-    assert pick_workers(None, [Source("file", str(large))]) >= 0 and pick_workers(0, [Source("file", str(large))]) == 0
+    big = [Source("file", str(large))]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    assert (pick_workers(None, big), pick_workers(0, big)) == (16, 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert pick_workers(None, big) == 0
 
 
 # --- the folder -----------------------------------------------------------------------------------------------------
@@ -176,9 +206,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     counts: list[int] = []
     call = Encoder.__call__
 
-    def counted(self: Encoder, rows: Any) -> Any:
+    def counted(self: Encoder, rows: Any, prove: bool = False) -> Any:
         counts.append(len(rows))
-        return call(self, rows)
+        return call(self, rows, prove)
 
     monkeypatch.setattr(Encoder, "__call__", counted)
     yield counts
@@ -243,108 +273,10 @@ def test_mistakes_in_inputs(given: Any, says: str) -> None:
     assert says in str(caught.value)
 
 
-# --- held out, and evaluation prompts -------------------------------------------------------------------------------
-
-
-def test_evaluation_prompts_in_the_training_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    question = "Please write a long story about the brave little falcon and its many friends"
-    path = rows_file(tmp_path / "d.jsonl", sharegpt("a", "b"), sharegpt("x", "y", f"So: {question}!", "z"))
-    prompts = rows_file(tmp_path / "p.jsonl", {"question_id": 81, "turns": ["first one", question]})
-    data = section(tmp_path, path, valid_fraction=0.0)
-    with caplog.at_level(logging.WARNING):
-        assert len(read_corpus(TEMPLATE, data, prompts=prompts).train) == 2
-    assert "1 conversations of data.path hold prompts that the drafter is measured on" in caplog.text
-    assert f"d.jsonl, row 2 holds 81 of {prompts}" in caplog.text
-    dropped = read_corpus(TEMPLATE, data | {"decontaminate": "drop"}, prompts=prompts, rejects_dir=tmp_path)
-    assert len(dropped.train) == 1 and listed(tmp_path / "rejects.jsonl") == [(2, "holds_evaluation_prompt")]
-    caplog.clear()
-    assert len(read_corpus(TEMPLATE, data | {"decontaminate": "keep"}, prompts=prompts).train) == 2
-    assert caplog.text == ""
-
-
-def test_an_evaluation_looks_into_the_training_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = rows_file(tmp_path / "d.jsonl", sharegpt("a", "b"), sharegpt("What is 2+2?", "4"))
-    prompts = rows_file(tmp_path / "p.jsonl", {"turns": ["what is 2 + 2"]})
-    data = section(tmp_path, path)
-    with caplog.at_level(logging.WARNING):
-        check_training_data(data | {"decontaminate": "keep"}, prompts)
-        check_training_data(data | {"path": None}, prompts)
-        check_training_data(data | {"path": str(tmp_path / "gone.jsonl")}, prompts)
-        assert caplog.text == ""
-        check_training_data(data, prompts)
-    assert "1 conversations of data.path hold" in caplog.text and f"d.jsonl, row 2 holds 1 of {prompts}" in caplog.text
-
-
-def test_a_held_out_file_counts_as_evaluation_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train = rows_file(tmp_path / "t.jsonl", sharegpt("Same question?", "b"), sharegpt("other", "c"))
-    held = rows_file(tmp_path / "v.jsonl", sharegpt("same QUESTION", "another answer", id="h"))
-    with caplog.at_level(logging.WARNING):
-        corpus = read_corpus(TEMPLATE, section(tmp_path, train, valid_path=held))
-    assert (len(corpus.train), len(corpus.valid)) == (2, 1) and "t.jsonl, row 1 holds h of" in caplog.text
-
-
-def test_questions_asked_on_both_sides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Conversation 1 of 4 is held out; 3 asks the same question, 0 and 2 don't."""
-    rows = [sharegpt("a", "1"), sharegpt("b", "2"), sharegpt("c", "3"), sharegpt("B!", "4")]
-    data = section(tmp_path, rows_file(tmp_path / "d.jsonl", *rows), valid_fraction=0.25)
-    with caplog.at_level(logging.WARNING):
-        corpus = read_corpus(TEMPLATE, data)
-    assert [runs(e) for e in corpus.valid] == [["3<|im_end|>"]] and len(corpus.train) == 3 and caplog.text == ""
-    rows[2] = sharegpt("b?", "3")
-    data = section(tmp_path, rows_file(tmp_path / "e.jsonl", *rows), valid_fraction=0.25)
-    with caplog.at_level(logging.WARNING):
-        corpus = read_corpus(TEMPLATE, data)
-    assert "2 training documents open with the question of a held-out one" in caplog.text and len(corpus.train) == 3
-    assert [runs(e) for e in read_corpus(TEMPLATE, data | {"decontaminate": "drop"}).train] == [["1<|im_end|>"]]
-
-
-def example(source: str, *ids: int, supervised: int = 2) -> Example:
-    return Example(list(ids), [i >= len(ids) - supervised for i in range(len(ids))], source)
-
-
-def held_out(examples: list[Example], fraction: float) -> tuple[list[str], list[str]]:
-    train, valid = split_held_out(DocumentSet.of(examples), fraction)
-    return [e.source for e in train], [e.source for e in valid]
-
-
-def test_a_fraction_is_held_out_evenly_spaced() -> None:
-    """A quarter of 8 conversations: the middles of two equal halves, 2 and 6; independent of any seed."""
-    train, valid = held_out([example(f"f:{i}:x", 1, 2, i) for i in range(8)], 0.25)
-    assert valid == ["f:2:x", "f:6:x"] and train == [f"f:{i}:x" for i in (0, 1, 3, 4, 5, 7)]
-
-
-def test_documents_of_one_conversation_stay_together() -> None:
-    """Conversation 1 has three documents; a repeat of a held-out document is not trained on either."""
-    examples = [
-        example("f:0:a", 1, 2, 3), example("f:1:b", 4, 5, 6), example("f:1:b#1", 4, 5, 7), example("f:1:b#2", 4, 5, 8),
-        example("f:2:c", 4, 5, 7), example("f:3:d", 9, 5, 6),
-    ]  # fmt: skip
-    train, valid = held_out(examples, 0.1)
-    assert valid == ["f:2:c"] and train == ["f:0:a", "f:1:b", "f:1:b#2", "f:3:d"]
-
-
-@pytest.mark.parametrize(("count", "fraction", "held"), [(1, 0.5, 0), (2, 0.01, 1), (3, 0.99, 2), (5, 0.0, 0)])
-def test_something_always_remains_to_train_on(count: int, fraction: float, held: int) -> None:
-    train, valid = held_out([example(f"f:{i}:x", 1, 2, i) for i in range(count)], fraction)
-    assert (len(valid), len(train)) == (held, count - held)
-
-
-def test_only_copies_of_the_held_out_document_is_an_error() -> None:
-    with pytest.raises(EyasError, match=r"data.path: nothing is left to train on"):
-        held_out([example(f"f:{i}:x", 1, 2, 3) for i in range(4)], 0.25)
-
-
-def test_counts_and_prompts_by_hand() -> None:
-    documents = DocumentSet.of([example("a", 5, 6, 7, 7), example("b", 7, 5, 6, supervised=1)])
-    assert documents.token_counts(9).tolist() == [0, 0, 0, 0, 0, 0, 1, 2, 0]
-    assert Corpus(documents[:0], documents, [], {}).prompts() == [[5, 6], [7, 5]]
-
-
-def test_the_date_of_a_template_does_not_follow_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half dumped on one day, half on another: the same text, and another day set in the configuration is another."""
+def test_the_date_of_a_template_does_not_follow_the_clock(tmp_path: Path) -> None:
+    """One day in the configuration is one text, and another day is another, noticed by the folder."""
     data = section(tmp_path, rows_file(tmp_path / "d.jsonl", sharegpt("a", "bb")))
     first = read_documents(ChatTemplate(TOKENIZER, LLAMA3), data)
-    monkeypatch.setattr("time.time", lambda: 2e9)
-    assert read_documents(ChatTemplate(TOKENIZER, LLAMA3), data).folder == first.folder
+    assert "01 Jan 2025" in decode(TOKENIZER, first.documents[0].input_ids)
     other = read_documents(ChatTemplate(TOKENIZER, LLAMA3, {"today": "2024-07-26"}), data)
     assert "26 Jul 2024" in decode(TOKENIZER, other.documents[0].input_ids) and other.folder != first.folder

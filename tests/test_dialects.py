@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from data.chats.conversations import Dialect, Message, conversation_of
-from data.chats.dialects import ALIASES, ROLES
+from data.chats.dialects import ALIASES, ROLES, category_of, id_of
 from data.chats.policy import RowRejected
+from data.chats.prompts import questions_of
 from data.chats.rows import Row
 from models.errors import EyasError
 
@@ -153,6 +154,20 @@ def test_extra_column_names() -> None:
     assert reason({"frage": "q", "prompt": "other", "antwort": "a"}, columns=names) == "columns_disagree"
     with pytest.raises(EyasError, match=r"data\.columns\.frage=prompts: must be one of .*prompt, question"):
         Dialect.of(columns={"frage": "prompts"})
+
+
+def test_id_and_category_by_other_names() -> None:
+    names = {"uid": "id", "thema": "category", "frage": "prompt", "id": "ignore"}
+    dialect = Dialect.of(columns=names)
+    row = {"uid": 0, "id": "x", "question_id": "y", "thema": "Physik", "category": "z", "frage": "q"}
+    assert (id_of(row, dialect), category_of(row, dialect)) == ("0", "Physik")
+    assert (id_of({"id": "x"}, dialect), id_of({"question_id": 7}, dialect)) == ("", "7")
+    assert (id_of(row), category_of(row, Dialect.of())) == ("x", "z")
+    assert (category_of({"category": 3}, dialect), id_of([], dialect), id_of({}, dialect)) == ("", "", "")
+    # Other ids and categories do not speak against them.
+    asked = questions_of(Row("f", 1, row), Dialect.of(columns={**names, "id": "id"}))
+    assert (asked.id, asked.category, asked.turns) == ("0", "Physik", ("q",))
+    assert of({"question": "known as the id", "prompt": "q", "answer": "a"}, columns={"question": "id"}) == (QA, [])
 
 
 def test_extra_role_names() -> None:

@@ -249,14 +249,19 @@ def test_the_prompt_is_the_start_of_the_training_render(tmp_path: Path, monkeypa
     assert "2024-02-29 calm" in tokenizer.decode(asked[0])
 
 
-def test_an_opened_reasoning_block_belongs_to_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generation prompt that ends in <think>, a history without reasoning: the row trains on what was generated."""
+@pytest.mark.parametrize("tag", ["<think>", "[THINK]"])
+def test_an_opened_reasoning_block_belongs_to_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str
+) -> None:
+    """A generation prompt that opens a block, a history without reasoning: the row trains on what was generated."""
     source = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
     )
+    end = f"{tag[0]}/{tag[1:]}"
+    source = source.replace("<think>", tag).replace("</think>", end)
     tokenizer = AutoTokenizer.from_pretrained(tiny_target(tmp_path, layers=1, chat_template=source))
-    generated = list(tokenizer("so\n</think>\n\nYes.")["input_ids"])
+    generated = list(tokenizer(f"so\n{end}\n\nYes.")["input_ids"])
     asked: list[list[int]] = []
 
     def remember(model: Any, prompts: Any, *rest: Any) -> list[list[int]]:
@@ -265,7 +270,7 @@ def test_an_opened_reasoning_block_belongs_to_the_answer(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(data.regenerate.engine, "generate", remember)
     [outcome] = answered(engine(tmp_path, Sampling(0.0, max_new_tokens=99)), [QUESTIONS[3]])
-    assert texts(outcome) == ["<think>\nso\n</think>\n\nYes."]
+    assert texts(outcome) == [f"{tag}\nso\n{end}\n\nYes."]
     messages = (Message("user", "Why?"), Message("assistant", texts(outcome)[0]))
     [example] = ChatTemplate(tokenizer).encode(Conversation("d", messages, "f", 1), 4096)
     assert example.input_ids == [*asked[0], *generated, 2]

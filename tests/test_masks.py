@@ -144,6 +144,17 @@ def test_white_space_at_the_edges_of_an_answer(name: str) -> None:
     check(fixture, fixture.template().encode(talk("1+1?", said), 1000), prompt + EDGES[name])
 
 
+@pytest.mark.parametrize(
+    ("name", "block", "after"),
+    [("qwen3", "<think>\n\n</think>\n\n", "\n"), ("gpt_oss", "<|channel|>final<|message|>", "")],
+)
+def test_an_indented_answer_keeps_its_indent_after_the_templates_own_block(name: str, block: str, after: str) -> None:
+    fixture = FIXTURES[name]
+    prompt = official(fixture, talk("1+1?").messages, prompt=True)
+    expected = f"{prompt}{block}⟦    return x\n    y{fixture.end}⟧{after}"
+    check(fixture, fixture.template().encode(talk("1+1?", "    return x\n    y"), 1000), expected)
+
+
 @pytest.mark.parametrize("name", FIXTURES)
 def test_render_is_that_of_transformers(name: str) -> None:
     """A whole conversation, or as served: each answer after the official prompt, of which it may repeat the end."""

@@ -163,8 +163,8 @@ def test_mistakes_name_the_key_that_gave_the_path(tmp_path: Path) -> None:
 
     assert told(str(good), f"{tmp_path}/no.jsonl").startswith(f"data.valid_path={tmp_path}/no.jsonl: no such file")
     assert told(str(good), f"{tmp_path}/folder").startswith(f"data.valid_path={tmp_path}/folder: the folder holds no")
-    assert told(str(good), str(empty)).startswith("data.valid_path: 0 of 1 usable")
-    assert told(str(empty), str(good)).startswith("data.path: 0 of 1 usable")
+    assert told(str(good), str(empty)).startswith("data.valid_path: 0 of 1 rows usable")
+    assert told(str(empty), str(good)).startswith("data.path: 0 of 1 rows usable")
     with pytest.raises(EyasError, match=r"verify\.prompts=.*: the folder holds no"):
         list(read_rows(str(tmp_path / "folder"), key="verify.prompts"))
 

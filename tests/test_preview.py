@@ -12,10 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data.chats.rejects import RejectLog
-from data.look.preview import Piece, excerpt, pieces, preview_text, print_preview, token_repr, visible
+from data.look.preview import Piece, excerpt, pieces, preview_text, print_preview, token_repr
 from data.look.statistics import describe
 from data.masks.template import Example
 from models.tiny_target import tiny_tokenizer
+from models.visible import visible
 
 BYTES = tiny_tokenizer()  # one token a byte
 START, END = 1, 2  # <|im_start|>, <|im_end|>

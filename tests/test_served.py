@@ -10,7 +10,7 @@ from data.chats.conversations import Conversation, Message, ToolCall
 from data.chats.policy import RowRejected
 from data.masks.template import ChatTemplate
 from models.errors import EyasError
-from tests.chat_templates import CHATML, PHI, byte_tokenizer
+from tests.chat_templates import CHATML, PHI, QWEN3, byte_tokenizer
 from tests.test_template import TOKENIZER, runs, talk
 
 SYSTEM = "<|im_start|>system\nYou help.<|im_end|>\n"
@@ -147,6 +147,34 @@ def test_prompt_that_ends_with_the_end_of_reasoning() -> None:
     template = ChatTemplate(TOKENIZER, source)
     assert documents(template, talk("a", "one")) == [f"{SYSTEM}{Q1}{HEAD}</think>⟦one<|im_end|>⟧\n"]
     assert reject(template, talk("a", FIRST)) == "reasoning_unasked"
+
+
+def test_an_answer_cut_off_in_reasoning_that_the_prompt_has_closed() -> None:
+    for template in (
+        ChatTemplate(TOKENIZER, QWEN3, {"enable_thinking": False}),
+        ChatTemplate(TOKENIZER, CHATML.replace("assistant\n' }}", "assistant\n<think>\n\n</think>\n\n' }}")),
+    ):
+        turns = (Message("user", "a"), Message("assistant", "<think>\nhalf of the reas", ended=False))
+        assert reject(template, Conversation("c", turns, "f", 1)) == "reasoning_unasked"
+
+
+SWITCHED = CHATML.replace(
+    "{{ '<|im_start|>assistant\n' }}",
+    "{{ '<|im_start|>assistant\n' }}"
+    "{% if '/no_think' in messages[-1].content %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+
+
+def test_generation_prompt_that_depends_on_what_a_turn_says() -> None:
+    """No render shows what such a prompt adds, so nothing proves where its answer goes on."""
+    assert SWITCHED != CHATML
+    template = ChatTemplate(TOKENIZER, SWITCHED)
+    assert documents(template, talk("a", "one")) == [f"{SYSTEM}{Q1}{HEAD}⟦one<|im_end|>⟧\n"]
+    assert reject(template, talk("a /no_think", "one")) == "answer_not_located"
+    assert reject(template, talk("a", "one", "b /no_think", "two")) == "answer_not_located"
+    assert reject(template, talk("a /no_think", "one", "b", "two")) == "answer_not_located"
+    skipped = documents(template, talk("a /no_think", "one", "b", "two", skip=(1,)))
+    assert skipped == [f"{SYSTEM}{Q1.replace('a<', 'a /no_think<')}{HEAD}one<|im_end|>\n{Q2}{HEAD}⟦two<|im_end|>⟧\n"]
 
 
 @pytest.mark.parametrize("block", ["<think>\n</think>", "<think>\n\n</think>\n\n", "<s>thought\n<|end|>"])

@@ -275,11 +275,22 @@ def test_supervise_settings() -> None:
     assert by["all"].input_ids == by["assistant"].input_ids == by["last"].input_ids
 
 
+def test_the_shortest_document_with_a_slot_has_three_tokens() -> None:
+    """Slot p reads tokens p and p+1, and predicts p+2."""
+    template = ChatTemplate(TOKENIZER, CHATML, supervise="all")
+    assert len(only(template, talk("a", "one"), 3).input_ids) == 3
+    with pytest.raises(RowRejected, match="cut_before_answer"):
+        template.encode(talk("a", "one"), 2)
+
+
 def test_answers_marked_by_the_data_are_left_out() -> None:
     assert runs(only(TEMPLATES["chatml"], talk("a", "one", "b", "two", skip=(1,)))) == ["two<|im_end|>"]
     assert runs(only(TEMPLATES["chatml"], talk("a", "one", "b", "two", skip=(3,)))) == ["one<|im_end|>"]
-    with pytest.raises(RowRejected, match="nothing_supervised"):
+    with pytest.raises(RowRejected, match="nothing_supervised: every answer is marked"):
         TEMPLATES["chatml"].encode(talk("a", "one", skip=(1,)), 100)
+    last = ChatTemplate(TOKENIZER, CHATML, supervise="last")
+    with pytest.raises(RowRejected, match=r"nothing_supervised: the last answer \(data\.supervise=last\) is marked"):
+        last.encode(talk("a", "one", "b", "two", skip=(3,)), 100)
 
 
 def test_date_is_fixed_and_part_of_the_fingerprint() -> None:

@@ -33,7 +33,7 @@ from models.files import lock, write_atomic
 from models.frozen import FrozenTarget
 from models.load_frozen import load_frozen
 from models.portable import open_drafter
-from models.run_folder import STATE, best_checkpoint
+from models.run_folder import STATE, best_checkpoint, has_begun
 from models.target import Target
 from models.vocab import DraftVocab
 from train.checkpoint import digest
@@ -62,8 +62,7 @@ def walk(cfg: Config) -> float | None:
 def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None:
     """What :func:`walk` does, in a run folder that nobody else writes."""
     main = accelerator.is_main_process
-    begun = any((run_dir / "checkpoints").glob("step_*"))
-    settle_config(cfg, run_dir, begun=begun, write=main)
+    settle_config(cfg, run_dir, begun=has_begun(run_dir), write=main)
     inputs = gather(cfg, accelerator, run_dir)
     fitted = fit(cfg, accelerator, run_dir, inputs)
     accelerator.end_training()  # the other processes are done
@@ -80,7 +79,7 @@ def gather(cfg: Config, accelerator: Accelerator, run_dir: Path) -> Inputs:
     target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
     with accelerator.main_process_first():  # a conversion or download is done once
         files = open_target(target)
-    rejects_dir = run_dir if main else None
+    rejects_dir = run_dir if main and not has_begun(run_dir) else None
     inputs = Inputs.gather(
         files, target=target, data=data, store=store, prompts=cfg.verify.prompts, rejects_dir=rejects_dir
     )
@@ -153,7 +152,7 @@ def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
     if size is None:
         vocab = DraftVocab.full(frozen.vocab_size)
     else:
-        counts = torch.from_numpy(inputs.corpus.train.token_counts(frozen.vocab_size))
+        counts = torch.from_numpy(inputs.corpus.train.token_counts(frozen.vocab_size, inputs.corpus.weights))
         vocab = DraftVocab.from_counts(counts, size, inputs.files.special_ids)
     if "seed" in inspect.signature(cls.create).parameters:
         options["seed"] = cfg.seed

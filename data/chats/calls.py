@@ -49,7 +49,8 @@ def merge_calls(messages: Sequence[Message]) -> list[Message]:
             continue
         texts = [text for text in (before.content, message.content) if text.strip()]
         calls = before.tool_calls + message.tool_calls
-        merged[-1] = replace(message, content="\n\n".join(texts), tool_calls=calls)
+        reasoning = before.reasoning or message.reasoning
+        merged[-1] = replace(message, content="\n\n".join(texts), tool_calls=calls, reasoning=reasoning)
     return merged
 
 

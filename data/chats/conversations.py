@@ -60,7 +60,7 @@ def read_conversations(
         try:
             conversation, repairs = conversation_of(row, dialect)
         except RowRejected as rejected:
-            rejects.add(row.file, row.row, id_of(row.value), rejected.reason, rejected.detail)
+            rejects.add(row.file, row.row, id_of(row.value, dialect), rejected.reason, rejected.detail)
             continue
         for repair in repairs:
             rejects.repair(repair)
@@ -76,7 +76,7 @@ def conversation_of(row: Row, dialect: Dialect) -> tuple[Conversation, list[str]
     if not any(message.is_answer and message.supervised for message in turns):
         raise RowRejected("nothing_supervised", "every answer is marked as not to be trained on")
     tools = tools_of(layout.tools)
-    conversation = Conversation(id_of(row.value), (*system, *turns), row.file, row.row, tools)
+    conversation = Conversation(id_of(row.value, dialect), (*system, *turns), row.file, row.row, tools)
     return conversation, list(dict.fromkeys(repairs + reordered))
 
 

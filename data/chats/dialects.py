@@ -43,8 +43,9 @@ RESPONSE = ("response", "completion", "answer", "output", "chosen")
 SYSTEM = ("system", "system_prompt", "system_message")
 TOOLS = ("tools", "functions")
 ID = ("id", "conversation_id", "conv_id", "question_id", "uuid")
+CATEGORY = ("category",)
 IGNORE = "ignore"  # what data.columns calls a column that is not to be read
-KNOWN = (*CONVERSATION, "turns", *PROMPT, *INPUT, "history", *RESPONSE, *SYSTEM, *TOOLS, IGNORE)
+KNOWN = (*CONVERSATION, "turns", *PROMPT, *INPUT, "history", *RESPONSE, *SYSTEM, *TOOLS, "id", "category", IGNORE)
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,26 @@ def layout_of(value: Any, dialect: Dialect) -> Layout:
     )
 
 
-def id_of(value: Any) -> str:
+def id_of(value: Any, dialect: Dialect | None = None) -> str:
     """The id that a raw row gives itself, "" if none."""
-    found = next((value[key] for key in ID if value.get(key) is not None), "") if isinstance(value, dict) else ""
-    return str(found).encode("utf-8", "backslashreplace").decode()[:200]
+    found = _label(value, "id", ID, dialect)
+    return "" if found is None else str(found).encode("utf-8", "backslashreplace").decode()[:200]
+
+
+def category_of(value: Any, dialect: Dialect) -> str:
+    """The category that a raw row gives itself, "" if none."""
+    found = _label(value, "category", CATEGORY, dialect)
+    return found if isinstance(found, str) else ""
+
+
+def _label(value: Any, column: str, names: tuple[str, ...], dialect: Dialect | None) -> Any:
+    """What stands under a column that says something about the row, None if nothing; ``data.columns`` goes first."""
+    if not isinstance(value, dict):
+        return None
+    if dialect is not None and dialect.columns:
+        own = [name for name, known in dialect.columns.items() if known == column]
+        names = (*own, *(name for name in names if name not in dialect.columns))
+    return next((value[name] for name in names if value.get(name) is not None), None)
 
 
 # --- layouts -----------------------------------------------------------------------------------------------------
@@ -129,7 +146,7 @@ def _renamed(row: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in row.items():
         column = dialect.columns.get(name, name)
-        if result.get(column) is None or column == IGNORE:
+        if result.get(column) is None or column in (IGNORE, "id", "category"):  # the last two: see `_label`
             result[column] = value
         elif value is not None and value != result[column]:
             raise RowRejected("columns_disagree", f"{name} and another {column}")

@@ -28,7 +28,7 @@ class Message:
     supervised: false for an answer that the data says not to train on, or that calls tools, and for tool results.
     ended: false for an answer cut off at a token limit, which has no end-of-turn token of its own.
     tool_calls: of an assistant turn. name: the tool that a tool turn is the result of, "" if not said.
-    call_id: the id of that call, "" if not said.
+    call_id: the id of that call, "" if not said. reasoning: of an assistant turn, if the data has it in its own field.
     """
 
     role: str
@@ -38,6 +38,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     name: str = ""
     call_id: str = ""
+    reasoning: str = ""
 
     @property
     def is_answer(self) -> bool:

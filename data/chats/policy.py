@@ -25,7 +25,7 @@ REJECTS = {
     "empty_turn": "a user or assistant turn is empty",
     "bad_tool_call": "a tool call is not readable: a name and an object of arguments",
     "bad_tools": "the tools column is not a list of function objects, nor JSON text of one",
-    "invalid_unicode": "the text holds lone surrogates, broken UTF-8 or noncharacters",
+    "invalid_unicode": "the text holds lone surrogates, broken UTF-8 or one of the noncharacters U+FDD0 and U+FDD1",
     "nul_character": "the text holds a NUL character",
     # order of turns
     "tool_turns": "it holds tool calls, which the chat template cannot show, data.tools rejects or no prompt repeats",
@@ -58,10 +58,10 @@ REJECTS = {
     "no_response": "the server gave no usable response in regenerate.retries attempts",
 }
 
-# Of a whole data set these reasons speak against the template or the configuration, not against the rows.
+# Where these reject every row, it is the template that doesn't fit, not the rows.
 OF_THE_TEMPLATE = (
     *("template_error", "template_drops_turn", "template_rewrites_answer", "answer_not_located"),
-    *("reasoning_missing", "reasoning_unasked", "too_long", "nothing_supervised", "cut_before_answer"),
+    *("reasoning_missing", "reasoning_unasked"),
 )
 
 REPAIRS = {

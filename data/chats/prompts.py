@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.chats.conversations import Dialect, RejectLog, id_of, turns_of
+from data.chats.conversations import RejectLog, turns_of
+from data.chats.dialects import Dialect, category_of, id_of
 from data.chats.policy import RowRejected
-from data.chats.rows import Given, Row, read_source, sources_of
+from data.chats.rows import SUFFIXES, Given, Row, read_source, sources_of
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,9 @@ def questions_of(row: Row, dialect: Dialect) -> Questions:
         asking = message.role == "user"
     if not turns:
         raise RowRejected("no_user_turn")
-    category = row.value.get("category")
     return Questions(
-        id_of(row.value),
-        category if isinstance(category, str) else "",
+        id_of(row.value, dialect),
+        category_of(row.value, dialect),
         system[0].content if system else "",
         tuple(turns),
         row.file,
@@ -70,11 +70,11 @@ def read_questions(
         try:
             yield questions_of(row, dialect)
         except RowRejected as rejected:
-            rejects.add(row.file, row.row, id_of(row.value), rejected.reason, rejected.detail)
+            rejects.add(row.file, row.row, id_of(row.value, dialect), rejected.reason, rejected.detail)
 
 
 def _rows(paths: Given | Iterable[Given], split: str, key: str) -> Iterator[Row]:
-    for source in sources_of(paths, key):
+    for source in sources_of(paths, key, (*SUFFIXES, ".txt")):
         if source.kind == "file" and source.name.lower().endswith(".txt"):
             yield from _lines(Path(source.name))
         else:

@@ -11,13 +11,17 @@ from typing import Any, TextIO
 
 from data.chats.policy import REJECTS, REPAIRS
 from models.files import publish, sync, write_atomic
+from models.visible import visible
 
 KEPT = 100_000  # rejected rows held in memory
 
 
 @dataclass(frozen=True)
 class Reject:
-    """One row that is not used. ``row`` counts from 1: the line of a JSONL file, the element of an array."""
+    """One row that is not used. ``row`` counts from 1: the line of a JSONL file, the element of an array.
+
+    Texts hold nothing that a terminal obeys, see `models.visible`.
+    """
 
     file: str
     row: int
@@ -44,7 +48,9 @@ class RejectLog:
 
     def add(self, file: str, row: int, id: str, reason: str, detail: str = "") -> None:
         assert reason in REJECTS, reason
-        reject = Reject(file, row, id, reason, detail[:500])
+        # All three are texts of the data or of a file system, and end in terminals, logs and pages.
+        file, id, detail = (visible(text, kept="") for text in (file, id, detail[:500]))
+        reject = Reject(file, row, id, reason, detail)
         self.reasons[reason] += 1
         self.first.setdefault(reason, reject)
         if self.path is None:

@@ -1,46 +1,32 @@
-"""Files to raw rows: JSON arrays, JSON lines, gzip, parquet, folders and `datasets`, told apart by content.
+"""Files to raw rows: JSON of any shape, gzip, parquet, folders and `datasets`, told apart by content.
 
-Streaming: an array or a JSONL file of any size is read in pieces of about a mebibyte. A row that cannot be read is
-yielded with its problem, so that whoever counts rows sees it.
+Streaming, whatever the size. A row that cannot be read is yielded with its problem, so that whoever counts rows sees
+it.
 """
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import hashlib
-import io
-import json
+import logging
 import math
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from data.chats.json_rows import read_json
+from data.chats.row import Row
 from models.errors import EyasError
 
+__all__ = ["Given", "Input", "Row", "Source", "inputs_of", "read_rows", "read_source", "sources_of"]
+
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz", ".ndjson.gz")
-CHUNK = 1 << 20
-Stream = io.BufferedReader | gzip.GzipFile
+log = logging.getLogger(__name__)
+
+BATCH, BATCH_BYTES = 1024, 32 << 20  # of a parquet file at a time: rows, and what they may take on disk, unpacked
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
-_SPACE = re.compile(r"\s*")
-
-
-@dataclass(frozen=True)
-class Row:
-    """A raw row. ``row`` from 1; ``problem`` is a reason out of `data.chats.policy.REJECTS` when there is no value.
-
-    input: which of the given inputs it came from, from 0.
-    """
-
-    file: str
-    row: int
-    value: Any = None
-    problem: str | None = None
-    detail: str = ""
-    input: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,25 +94,46 @@ class Source:
         return [path] if self.kind == "file" else sorted(f for f in path.rglob("*") if f.is_file())
 
 
-def sources_of(given: Given | Iterable[Given], key: str = "data.path") -> list[Source]:
-    """Where the rows of these inputs lie, folders opened up (all data files below, by name), in order.
+def sources_of(
+    given: Given | Iterable[Given], key: str = "data.path", suffixes: tuple[str, ...] = SUFFIXES
+) -> list[Source]:
+    """Where the rows of these inputs lie, folders opened up (all files below that end so, by name), in order.
 
     Raises EyasError, naming ``key``, for a path that does not exist or a folder without data.
     """
-    return [source for number, item in enumerate(inputs_of(given, key)) for source in _sources(item.path, number, key)]
+    inputs = enumerate(inputs_of(given, key))
+    return [source for number, item in inputs for source in _sources(item.path, number, key, suffixes)]
 
 
-def _sources(name: str, number: int, key: str) -> list[Source]:
+def _data_files(folder: Path, suffixes: tuple[str, ...], key: str) -> list[Path]:
+    """All data files below a folder, by name; hidden ones are left alone. Raises EyasError if there is none."""
+    found, others = list[Path](), 0
+    for file in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in file.relative_to(folder).parts) or file.is_dir():
+            continue
+        if not file.name.lower().endswith(suffixes):
+            others += 1
+        elif not file.is_file():
+            raise EyasError(f"{key}={folder}: {file.relative_to(folder)} is a link to nothing, or no file")
+        else:
+            found.append(file)
+    if not found:
+        raise EyasError(f"{key}={folder}: the folder holds no {', '.join(suffixes)} file")
+    if others:
+        log.info("%s=%s: %d files of other kinds are passed over", key, folder, others)
+    return found
+
+
+def _sources(name: str, number: int, key: str, suffixes: tuple[str, ...]) -> list[Source]:
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             return [Source("saved", str(path), number)]
-        files = sorted(f for f in path.rglob("*") if f.is_file() and f.name.lower().endswith(SUFFIXES))
-        if not files:
-            raise EyasError(f"{key}={name}: the folder holds no {', '.join(SUFFIXES[:4])} file")
-        return [Source("file", str(file), number) for file in files]
-    if path.exists():
+        return [Source("file", str(file), number) for file in _data_files(path, suffixes, key)]
+    if path.is_file():
         return [Source("file", str(path), number)]
+    if path.exists():
+        raise EyasError(f"{key}={name}: not a regular file; data is read more than once, so a pipe will not do")
     if _HUB_NAME.fullmatch(name) and not name.lower().endswith(SUFFIXES):
         return [Source("hub", name, number)]
     raise EyasError(f"{key}={name}: no such file or folder (looked in {Path.cwd()})")
@@ -162,190 +169,54 @@ def _read_file(path: Path) -> Iterator[Row]:
         if magic == b"PAR1":
             yield from _read_parquet(path)
             return
-        yield from _read_json(gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw, str(path))
-
-
-def _read_json(stream: Stream, file: str) -> Iterator[Row]:
-    """Told apart by content, not by suffix: an array, objects over several lines, or one object a line."""
-    try:
-        head = stream.peek(CHUNK)
-    except (EOFError, OSError, zlib.error) as error:
-        raise EyasError(f"{file}: cannot be read: {error}") from None
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise EyasError(f"{file}: is UTF-16; save it as UTF-8")
-    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    if not head:
-        yield Row(file, 1, problem="empty_file")
-    elif head[:1] == b"[" or head.split(b"\n", 1)[0].strip() == b"{":
-        yield from _read_values(_pieces(stream, file), file)
-    elif head[:1] == b"{" or _is_json(head.split(b"\n", 1)[0]):
-        for number, line in _lines(stream, file):
-            yield _parse_line(file, number, line)
-    else:
-        shown = head[:40].decode("utf-8", "replace").strip()
-        raise EyasError(f"{file}: expected a JSON array of conversations or one JSON object a line, found {shown!r}")
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _pieces(stream: Stream, file: str) -> Iterator[bytes]:
-    """The bytes without the byte order mark. A gzip stream cut short just ends: the JSON then does not."""
-    first = True
-    try:
-        while piece := stream.read1(CHUNK):
-            yield piece.removeprefix(codecs.BOM_UTF8) if first else piece
-            first = False
-    except EOFError:
-        return
-    except (OSError, zlib.error) as error:
-        raise EyasError(f"{file}: cannot be read: {error}") from None
-
-
-def _lines(stream: Stream, file: str) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines that are not blank; split at newlines only, since JSON text may hold U+2028 and the like."""
-    held: list[bytes] = []
-    number = 0
-    for piece in _pieces(stream, file):
-        *whole, tail = piece.split(b"\n")
-        if whole:
-            whole[0] = b"".join((*held, whole[0]))
-            held = []
-        for line in whole:
-            number += 1
-            if line.strip():
-                yield number, line + b"\n"
-        held.append(tail)
-    last = b"".join(held)
-    if last.strip():
-        yield number + 1, last
-
-
-def _parse_line(file: str, number: int, line: bytes) -> Row:
-    try:
-        # Broken UTF-8 becomes lone surrogates, which the text check rejects by name.
-        return Row(file, number, json.loads(line.decode("utf-8", "surrogateescape"), strict=False))
-    except (ValueError, RecursionError) as error:
-        reason = "broken_json" if line.endswith(b"\n") else "truncated_file"
-        return Row(file, number, problem=reason, detail=f"line {number}: {error}")
-
-
-def _read_values(pieces: Iterator[bytes], file: str) -> Iterator[Row]:
-    """The elements of a JSON array, or JSON objects one after the other, read piece by piece."""
-    cursor = _Cursor(pieces, file)
-    array = cursor.peek() == "["
-    if array:
-        cursor.pos += 1
-    row = 0
-    while True:
-        char = cursor.peek()
-        if char == "" or (array and char == "]"):
-            break
-        if char == ",":
-            cursor.pos += 1
-            continue
-        row += 1
-        try:
-            yield Row(file, row, cursor.value(row))
-        except EOFError:
-            yield Row(file, row, problem="truncated_file", detail=f"the file ends inside row {row}")
-            return
-    if array and char == "":
-        yield Row(file, row + 1, problem="truncated_file", detail="the file ends before the array does")
-    elif array:
-        cursor.pos += 1
-        if cursor.peek():
-            raise EyasError(
-                f"{file}: expected one JSON array of conversations or one JSON object a line, found more data after "
-                f"the end of an array of {row} elements"
-            )
-        if row == 0:
-            yield Row(file, 1, problem="empty_file", detail="an empty array")
-
-
-class _Cursor:
-    """A position in a text that arrives in pieces; what lies behind the position is forgotten."""
-
-    def __init__(self, pieces: Iterator[bytes], file: str) -> None:
-        self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
-        self._pieces, self._file = pieces, file
-        self._json = json.JSONDecoder(strict=False)
-        self._before = 0  # characters forgotten, for error messages
-        self._ended = False
-        self.text, self.pos = "", 0
-
-    def peek(self) -> str:
-        """The next character that is not white space, "" at the end."""
-        while True:
-            match = _SPACE.match(self.text, self.pos)
-            self.pos = match.end() if match else self.pos
-            if self.pos < len(self.text) or not self._more():
-                return self.text[self.pos : self.pos + 1]
-
-    def value(self, row: int) -> Any:
-        """Decode one JSON value, that of ``row``. EOFError: the text ends inside it. EyasError: it is not JSON."""
-        while True:
-            try:
-                value, end = self._json.raw_decode(self.text, self.pos)
-            except (ValueError, RecursionError) as error:
-                if not self._unfinished(error):
-                    where = self._before + getattr(error, "pos", self.pos)
-                    why = getattr(error, "msg", error)
-                    raise EyasError(f"{self._file}: not valid JSON in row {row}, at character {where}: {why}") from None
-                if not self._more():
-                    raise EOFError from None
-                continue
-            if end < len(self.text) or not self._more():  # a number may go on in the next piece
-                self.pos = end
-                return value
-
-    def _unfinished(self, error: Exception) -> bool:
-        """Whether more text could still make it valid: the decoder stopped at the end, or in a word cut by it."""
-        if not isinstance(error, json.JSONDecodeError):
-            return False
-        return error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - len("-Infinity")
-
-    def _more(self) -> bool:
-        """Read on, at least as much as is already held, so that a huge value is not parsed again too often."""
-        pieces, size = [], 0
-        while size < max(CHUNK, len(self.text) - self.pos):
-            piece = next(self._pieces, None)
-            if piece is None:
-                break
-            pieces.append(piece)
-            size += len(piece)
-        final = not pieces
-        added = self._decode(b"".join(pieces), final) if not self._ended else ""
-        self._ended = final
-        self._before += self.pos
-        self.text, self.pos = self.text[self.pos :] + added, 0
-        return bool(added) or not final
+        yield from read_json(gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw, str(path))
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
+    # What damage comes to depends on where it is and how the pages are packed: pyarrow raises all of these.
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-        number = 0
-        for batch in batches:
-            for value in batch.to_pylist():
+        file = pyarrow.parquet.ParquetFile(path)
+        for batch in file.iter_batches(batch_size=_batch_size(file.metadata)):
+            for value, problem in _values(batch):
                 number += 1
-                yield Row(str(path), number, value)
-    except pyarrow.ArrowException as error:
-        raise EyasError(f"{path}: not a readable parquet file: {error}") from None
+                yield Row(str(path), number, value, problem, f"row {number}" if problem else "")
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise EyasError(f"{path}: not a readable parquet file, behind row {number}: {error}") from None
+    if not number:
+        yield Row(str(path), 1, problem="empty_file", detail="a table without rows")
+
+
+def _batch_size(metadata: Any) -> int:
+    """Rows of at most about 32 MiB, judged by the largest row group."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    largest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    return max(1, min(BATCH, BATCH_BYTES // max(largest, 1)))
+
+
+def _values(batch: Any) -> Iterator[tuple[Any, str | None]]:
+    """(value, None) of each row, or (None, reason)."""
+    try:
+        yield from ((value, None) for value in batch.to_pylist())
+    except UnicodeDecodeError:  # raised before the first row
+        for i in range(len(batch)):
+            try:
+                yield batch.slice(i, 1).to_pylist()[0], None
+            except UnicodeDecodeError:
+                yield None, "invalid_unicode"
 
 
 def _read_saved_dataset(path: Path, split: str) -> Iterator[Row]:
     import datasets
+    import pyarrow
 
-    loaded = datasets.load_from_disk(str(path))
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
+        raise EyasError(f"{path}: not a readable saved dataset: {error}") from None
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise EyasError(f"data.split={split}: {path} has {', '.join(map(str, loaded))}")

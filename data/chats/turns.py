@@ -81,11 +81,11 @@ def _message(turn: dict[str, Any], dialect: Dialect, repairs: list[str]) -> Mess
     if role != "assistant":
         return Message(role, text)
     ended = not is_cut(turn.get("finish_reason")) and turn.get("ended") not in (0, False)
-    text = _with_reasoning(turn, text, ended, repairs)
+    text, reasoning = _reasoning(turn, text, ended)
     calls = turn.get("tool_calls") or turn.get("function_call")
     if calls:
-        return Message(role, text, supervised=False, ended=ended, tool_calls=calls_of(calls))
-    return Message(role, text, supervised=_is_trained_on(turn), ended=ended)
+        return Message(role, text, supervised=False, ended=ended, tool_calls=calls_of(calls), reasoning=reasoning)
+    return Message(role, text, supervised=_is_trained_on(turn), ended=ended, reasoning=reasoning)
 
 
 def _cleaned(text: str, repairs: list[str]) -> str:
@@ -111,17 +111,15 @@ def _role(turn: Mapping[str, Any], dialect: Dialect) -> str:
     return roles[0]
 
 
-def _with_reasoning(turn: Mapping[str, Any], text: str, ended: bool, repairs: list[str]) -> str:
-    """The text after its reasoning in think tags, as a server without a reasoning parser returns it."""
+def _reasoning(turn: Mapping[str, Any], text: str, ended: bool) -> tuple[str, str]:
+    """The text, and the reasoning that the turn gives in a field of its own, "" if none."""
     given = next((turn[key] for key in REASONING_KEYS if turn.get(key) is not None), None)
     reasoning = "" if isinstance(given, bool | int | float) else text_of(given)
     if not reasoning.strip() or text.lstrip().startswith("<think>"):
-        return text
-    if not text.strip():
-        # Nothing but reasoning: either it was cut off before its end, or there is no answer (empty_turn).
-        return text if ended else f"<think>\n{reasoning.strip()}"
-    repairs.append("reasoning_folded")
-    return f"<think>\n{reasoning.strip()}\n</think>\n\n{text}"
+        return text, ""
+    if not text.strip() and not ended:  # cut off before the reasoning's end: that is all of the answer
+        return f"<think>\n{reasoning.strip()}", ""
+    return text, reasoning
 
 
 def _is_trained_on(turn: Mapping[str, Any]) -> bool:

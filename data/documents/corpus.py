@@ -13,31 +13,26 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from filelock import FileLock
-
-from data.chats.conversations import read_conversations
 from data.chats.dialects import Dialect
 from data.chats.policy import OF_THE_TEMPLATE
-from data.chats.prompts import read_questions
 from data.chats.rejects import RejectLog
 from data.chats.rows import Source, inputs_of, read_source, sources_of
 from data.documents.decontaminate import EvaluationPrompts
 from data.documents.document_set import MANIFEST, REJECTS_FILE, DocumentSet, DocumentWriter
 from data.documents.encode import Encoder, Outcome, outcomes, pick_workers
+from data.documents.held_out import SHOWN, evaluation_prompts, split_held_out, warn_of_prompts
 from data.look.statistics import describe
 from data.masks.template import ChatTemplate
 from models.errors import EyasError
-from models.files import publish, sync, write_atomic
+from models.files import out_of_space, publish, sync, turn, write_atomic
+from models.visible import visible
 
 FORMAT, VERSION = "eyas-documents", 1
-SHOWN = 3  # contaminated conversations named in the warning
 HOPELESS = 1000  # conversations that the template has all rejected
-CHECKED = 100_000  # conversations that an evaluation looks through
+ROW_BITS = 40  # of a place: the number of the row; the rest is the number of the file
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +100,8 @@ def read_corpus(
         train, valid = split_held_out(found.documents, data["valid_fraction"], data["decontaminate"])
     else:
         train, valid = found.documents, read("data.valid_path", "rejects_valid.jsonl", None).documents
-    return Corpus(train, valid, [given[i] for i in train.inputs], found.manifest)
+    split = {"training": len(train), "held_out": len(valid), "weights": given}
+    return Corpus(train, valid, [given[i] for i in train.inputs], found.manifest | {"split": split})
 
 
 def read_documents(
@@ -125,9 +121,8 @@ def read_documents(
     folder = Path(data["cache_dir"]) / job.name
     found = _open(folder)
     if found is None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         lock = folder.parent / f".{job.name}.lock"
-        with FileLock(lock):
+        with turn(lock):
             found = _open(folder)  # perhaps another process has just made it
             if found is None:
                 job.build(folder, rejects_copy)
@@ -136,9 +131,10 @@ def read_documents(
                 lock.unlink(missing_ok=True)  # who waits for it finds the folder
     if rejects_copy is not None:
         _copy(folder / REJECTS_FILE, rejects_copy)
-    rejected = f"; rejected rows are listed in {rejects_copy}" if rejects_copy and found.log.rejected else ""
-    log.info("%s: %s%s", key, found.summary(), rejected)
-    _warn(found, data)
+    listed = f"\n  every rejected row: {rejects_copy or folder / REJECTS_FILE}" if found.log.rejected else ""
+    log.info("%s: %s%s", key, found.summary(), listed)
+    if data["decontaminate"] == "warn":
+        warn_of_prompts(found.manifest["evaluation"]["conversations"], found.manifest["evaluation"]["first"])
     return found
 
 
@@ -162,6 +158,7 @@ class _Job:
     name: str
     key: str
     sources: list[Source]
+    fingerprints: list[str]
     encoder: Encoder
     settings: Mapping[str, Any]
 
@@ -171,10 +168,12 @@ class _Job:
     ) -> _Job:
         names = ("split", "roles", "columns", "max_length", "duplicates", "clean_html")
         settings = {name: data[name] for name in names}
+        settings |= {"supervise": template.supervise, "tools": template.tools, "too_long": template.too_long}
         settings["max_documents"] = data["max_documents"] if key == "data.path" else None
         settings["drop_evaluation"] = data["decontaminate"] == "drop"
         settings["workers"] = data["workers"]
         sources = sources_of(data[key.removeprefix("data.")], key)
+        fingerprints = [source.fingerprint() for source in sources]
         dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
         encoder = Encoder(template, dialect, data["max_length"], evaluation)
         made_from = [
@@ -182,17 +181,21 @@ class _Job:
             VERSION,
             template.fingerprint(),
             {k: v for k, v in settings.items() if k != "workers"},
-            [[source.fingerprint(), source.input] for source in sources],
+            [[fingerprint, source.input] for fingerprint, source in zip(fingerprints, sources, strict=True)],
             evaluation.fingerprint() if evaluation else None,
         ]
         name = hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=16).hexdigest()
-        return cls(name, key, sources, encoder, settings)
+        return cls(name, key, sources, fingerprints, encoder, settings)
 
     def build(self, folder: Path, rejects_copy: Path | None) -> None:
         """Write the folder under another name, then give it its own. Whatever happens, the rejects are copied."""
         part = folder.with_name(f".{folder.name}.part")
         for left in (part, folder):
             shutil.rmtree(left, ignore_errors=True)
+        with out_of_space(folder.parent, "Free some space, or set data.cache_dir to a larger disk"):
+            self._build(part, folder, rejects_copy)
+
+    def _build(self, part: Path, folder: Path, rejects_copy: Path | None) -> None:
         rejects, writer = RejectLog(part / REJECTS_FILE), DocumentWriter(part)
         try:
             try:
@@ -212,28 +215,34 @@ class _Job:
         with closing(outcomes(self.encoder, rows, pick_workers(self.settings["workers"], self.sources))) as results:
             facts = self._take(results, rejects, writer)
         if not writer.conversations:
-            raise EyasError(f"{self.key}: 0 of {rejects.rows} usable\n{rejects.table()}")
+            stopped = sum(rejects.reasons[name] for name in OF_THE_TEMPLATE) >= HOPELESS
+            early = "; reading stopped here, since the template rejects them all" if stopped else ""
+            raise EyasError(f"{self.key}: {rejects.table()}{early}")
         writer.finish()
         return facts
 
     def _take(self, results: Iterable[Outcome], rejects: RejectLog, writer: DocumentWriter) -> dict[str, Any]:
         """Count, filter and write; returns what the manifest says of conversations that hold evaluation prompts."""
-        seen: dict[bytes, tuple[str, int]] = {}
+        seen: dict[int, int] = {}  # digest -> place, both small: there may be millions
+        files: dict[str, int] = {}
         contaminated, shown = 0, list[str]()
         most = self.settings["max_documents"]
         for outcome in results:
             rejects.rows += 1
             reason, detail = outcome.reason, outcome.detail
-            if outcome.evaluation:
+            if not reason and self.settings["duplicates"] == "drop":
+                first = seen.get(outcome.digest)
+                if first is None:
+                    seen[outcome.digest] = files.setdefault(outcome.file, len(files)) << ROW_BITS | outcome.row
+                else:
+                    file = list(files)[first >> ROW_BITS]
+                    reason, detail = "duplicate", f"of {file}, row {first & (1 << ROW_BITS) - 1}"
+            if not reason and outcome.evaluation:
                 contaminated += 1
                 if len(shown) < SHOWN:
-                    shown.append(f"{outcome.file}, row {outcome.row} holds {outcome.evaluation}")
-            if not reason and outcome.evaluation and self.settings["drop_evaluation"]:
-                reason, detail = "holds_evaluation_prompt", outcome.evaluation
-            if not reason and self.settings["duplicates"] == "drop":
-                first = seen.setdefault(outcome.digest, (outcome.file, outcome.row))
-                if first != (outcome.file, outcome.row):
-                    reason, detail = "duplicate", f"of {first[0]}, row {first[1]}"
+                    shown.append(visible(f"{outcome.file}, row {outcome.row} holds {outcome.evaluation}"))
+                if self.settings["drop_evaluation"]:
+                    reason, detail = "holds_evaluation_prompt", outcome.evaluation
             if reason:
                 rejects.add(outcome.file, outcome.row, outcome.id, reason, detail)
                 if not writer.conversations and sum(rejects.reasons[name] for name in OF_THE_TEMPLATE) >= HOPELESS:
@@ -254,7 +263,10 @@ class _Job:
             "format": FORMAT,
             "version": VERSION,
             "key": self.name,
-            "sources": [{"path": s.name, "bytes": s.size(), "fingerprint": s.fingerprint()} for s in self.sources],
+            "sources": [
+                {"path": source.name, "input": source.input, "fingerprint": fingerprint}
+                for source, fingerprint in zip(self.sources, self.fingerprints, strict=True)
+            ],
             "template": self.encoder.template.fingerprint(),
             "settings": {k: v for k, v in self.settings.items() if k != "workers"},
             "statistics": describe(documents.lengths, documents.supervised, rejects, writer.conversations),
@@ -269,88 +281,3 @@ def _copy(source: Path, copy: Path) -> None:
         shutil.copyfile(source, temporary)
         sync(temporary)
         publish(temporary, copy)
-
-
-# --- what is held out, and what should not be trained on ------------------------------------------------------------
-
-
-def split_held_out(
-    documents: DocumentSet, fraction: float, decontaminate: str = "warn"
-) -> tuple[DocumentSet, DocumentSet]:
-    """(to train on, held out): ``fraction`` of the conversations (at least one of two), evenly spaced; no seed.
-
-    All documents of one conversation, and documents with the same tokens, stay on one side. Conversations that open
-    with the question of a held-out one stay in training (``warn`` says how many) or are left out (``drop``).
-    """
-    if not 0 <= fraction < 1:
-        raise EyasError(f"data.valid_fraction={fraction}: must be 0 or more and below 1")
-    names, group = np.unique(documents.conversations, return_inverse=True)
-    count = min(len(names) - 1, max(1, round(fraction * len(names)))) if fraction else 0
-    chosen = np.zeros(len(names), dtype=bool)
-    chosen[[(2 * i + 1) * len(names) // (2 * count) for i in range(count)]] = True
-    held = chosen[group]
-    valid = documents.take(documents.numbers[held])
-    digests = {valid.digest(i) for i in range(len(valid))}
-    alike = ~held & np.isin(documents.openings, valid.openings)
-    same = [i for i in np.flatnonzero(alike).tolist() if documents.digest(i) in digests]
-    alike[same] = False
-    train = ~held
-    train[same] = False
-    if alike.any() and decontaminate == "warn":
-        log.warning(
-            "%d training documents open with the question of a held-out one: the held-out numbers flatter the "
-            "drafter (data.decontaminate=drop leaves them out)", int(alike.sum())
-        )  # fmt: skip
-    if decontaminate == "drop":
-        train &= ~alike
-    if not train.any():
-        raise EyasError("data.path: nothing is left to train on beside the held-out conversations; give more of them")
-    return documents.take(documents.numbers[train]), valid
-
-
-def evaluation_prompts(data: Mapping[str, Any], prompts: str | None) -> EvaluationPrompts | None:
-    """The questions of ``verify.prompts`` and of ``data.valid_path``; None if there are none."""
-    dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
-    given = {"verify.prompts": prompts, "data.valid_path": data["valid_path"]}
-    found = EvaluationPrompts(
-        (f"{question.id or question.row} of {question.source_file}", text)
-        for key, paths in given.items()
-        if paths is not None
-        for question in read_questions(paths, dialect=dialect, rejects=RejectLog(), key=key, split=data["split"])
-        for text in question.turns
-    )
-    return found if len(found) else None
-
-
-def check_training_data(data: Mapping[str, Any], prompts: str) -> None:
-    """For an evaluation on ``prompts``: warn if the first conversations of ``data.path`` hold some of them."""
-    if data["path"] is None or data["decontaminate"] == "keep":
-        return
-    evaluation = evaluation_prompts({**data, "valid_path": None}, prompts)
-    dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
-    read = read_conversations(data["path"], dialect=dialect, split=data["split"], rejects=RejectLog(), key="data.path")
-    held = list[str]()
-    try:
-        for conversation in islice(read, CHECKED if evaluation else 0):
-            name = evaluation.find(conversation.messages) if evaluation else ""
-            if name:
-                held.append(f"{conversation.source_file}, row {conversation.row} holds {name}")
-    except EyasError as error:  # the training data may be gone by now
-        log.info("not checked for prompts in the training data: %s", error)
-    _warn_of(len(held), held[:SHOWN])
-
-
-def _warn(found: Documents, data: Mapping[str, Any]) -> None:
-    held = found.manifest["evaluation"]
-    if data["decontaminate"] == "warn":
-        _warn_of(held["conversations"], held["first"])
-
-
-def _warn_of(conversations: int, first: Iterable[str]) -> None:
-    if conversations:
-        log.warning(
-            "%d conversations of data.path hold prompts that the drafter is measured on: the measurement flatters it "
-            "(training with data.decontaminate=drop leaves them out)\n  %s",
-            conversations,
-            "\n  ".join(first),
-        )

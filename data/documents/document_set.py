@@ -27,6 +27,7 @@ from models.files import sync
 
 MANIFEST, REJECTS_FILE, INDEX = "manifest.json", "rejects.jsonl", "index.npz"
 BINARY = {"tokens": np.dtype("<i4"), "supervised": np.dtype("?"), "sources": np.dtype("u1")}
+COUNTED = 4096  # documents whose tokens are counted at a time
 _PART = re.compile(r"#\d+$")  # the further documents of a conversation are named source#1, source#2 ...
 
 
@@ -81,11 +82,13 @@ class DocumentSet(Sequence[Example]):
     def of(cls, examples: Iterable[Example]) -> DocumentSet:
         """Documents in memory. A conversation's documents are known by their sources: s, s#1, s#2 ..."""
         parts: dict[str, list[np.ndarray]] = {name: [np.empty(0, dtype)] for name, dtype in BINARY.items()}
-        rows, seen = _Rows(), dict[str, int]()
+        rows, seen, openings = _Rows(), dict[str, int](), list[int]()
         for example in examples:
             packed = Packed.of(example)
             number = seen.setdefault(_PART.sub("", example.source), len(seen))
-            rows.add(packed, number, 0, int.from_bytes(_digest(packed.ids)[:8], "little"))
+            if number == len(openings):
+                openings.append(int.from_bytes(_digest(packed.ids)[:8], "little"))
+            rows.add(packed, number, 0, openings[number])
             parts["tokens"].append(packed.ids)
             parts["supervised"].append(packed.supervised)
             parts["sources"].append(np.frombuffer(_utf8(packed.source), dtype=np.uint8))
@@ -144,14 +147,21 @@ class DocumentSet(Sequence[Example]):
         """Of the token ids of a document."""
         return _digest(self._columns["tokens"][self._span("token_end", int(self.numbers[position]))])
 
-    def token_counts(self, vocab_size: int) -> np.ndarray:
-        """How often each token is supervised, [V] int64: what a draft vocabulary is chosen by."""
-        counts = np.zeros(vocab_size, dtype=np.int64)
-        for number in self.numbers:
-            span = self._span("token_end", int(number))
-            ids = self._columns["tokens"][span][self._columns["supervised"][span]]
-            counts += np.bincount(ids, minlength=vocab_size)
-        return counts
+    def token_counts(self, vocab_size: int, weights: Sequence[float] | None = None) -> np.ndarray:
+        """How often each token is supervised, [V] int64: what a draft vocabulary is chosen by.
+
+        weights: how often each document counts; a token that occurs at all counts at least once.
+        """
+        factors = np.ones(len(self)) if weights is None else np.asarray(weights, dtype=np.float64)
+        counts = np.zeros(vocab_size, dtype=np.float64)
+        for factor in np.unique(factors):
+            numbers = self.numbers[factors == factor]
+            for start in range(0, len(numbers), COUNTED):
+                spans = [self._span("token_end", int(number)) for number in numbers[start : start + COUNTED]]
+                tokens, mask = self._columns["tokens"], self._columns["supervised"]
+                ids = np.concatenate([tokens[span][mask[span]] for span in spans])
+                counts += factor * np.bincount(ids, minlength=vocab_size)
+        return np.ceil(counts).astype(np.int64)
 
     def _span(self, ends: str, number: int) -> slice:
         end = getattr(self._index, ends)

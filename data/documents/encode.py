@@ -10,12 +10,13 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from data.chats.conversations import Conversation, conversation_of
@@ -26,7 +27,8 @@ from data.documents.decontaminate import EvaluationPrompts, opening
 from data.masks.template import ChatTemplate, Encoded, Packed
 from models.errors import EyasError
 
-BATCH = 512  # rows sent to a worker, and tokenised, at a time
+BATCH = 512  # rows sent to a worker at a time
+BATCH_CHARACTERS = 4 << 20  # the same in characters
 LARGE = 64 << 20  # bytes of input from which on starting workers pays
 FEW_CORES = 4  # with fewer the tokenizer's own threads keep all of them busy
 THREADS = 3  # without workers: enough that the tokenizer never waits
@@ -48,7 +50,7 @@ class Outcome(NamedTuple):
     detail: str = ""
     repairs: tuple[str, ...] = ()
     documents: tuple[Packed, ...] = ()
-    digest: bytes = b""
+    digest: int = 0
     opening: int = 0
     evaluation: str = ""
 
@@ -62,8 +64,8 @@ class Encoder:
     max_length: int
     evaluation: EvaluationPrompts | None = None
 
-    def __call__(self, rows: Sequence[Row]) -> list[Outcome]:
-        """The outcome of every row, in order."""
+    def __call__(self, rows: Sequence[Row], prove: bool = False) -> list[Outcome]:
+        """The outcome of every row, in order. prove: see `ChatTemplate.encode_batch`."""
         read: list[tuple[Conversation, list[str]] | RowRejected] = []
         for row in rows:
             try:
@@ -73,15 +75,15 @@ class Encoder:
             except RowRejected as rejected:
                 read.append(rejected)
         conversations = [item[0] for item in read if not isinstance(item, RowRejected)]
-        encoded = iter(self.template.encode_batch(conversations, self.max_length))
+        encoded = iter(self.template.encode_batch(conversations, self.max_length, prove=prove))
         outcomes = []
         for row, item in zip(rows, read, strict=True):
             if isinstance(item, RowRejected):
-                outcomes.append(_rejected(row, item))
+                outcomes.append(self._rejected(row, item))
                 continue
             result = next(encoded)
             if isinstance(result, RowRejected):
-                outcomes.append(_rejected(row, result))
+                outcomes.append(self._rejected(row, result))
             else:
                 outcomes.append(self._kept(row, *item, result))
         return outcomes
@@ -100,21 +102,21 @@ class Encoder:
             evaluation=self.evaluation.find(messages) if self.evaluation else "",
         )
 
+    def _rejected(self, row: Row, rejected: RowRejected) -> Outcome:
+        found = id_of(row.value, self.dialect)
+        return Outcome(row.file, row.row, row.input, found, rejected.reason, rejected.detail)
 
-def _rejected(row: Row, rejected: RowRejected) -> Outcome:
-    return Outcome(row.file, row.row, row.input, id_of(row.value), rejected.reason, rejected.detail)
 
-
-def _digest(conversation: Conversation) -> bytes:
-    """Of what the target sees of a conversation."""
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(conversation: Conversation) -> int:
+    """Of what the target sees of a conversation, 64 bits."""
+    digest = hashlib.blake2b(digest_size=8)
     for message in conversation.messages:
-        digest.update(f"{message.role}\0{message.content}\0".encode())
+        digest.update(f"{message.role}\0{message.content}\0{message.reasoning}\0".encode())
         for call in message.tool_calls:
             digest.update(json.dumps([call.name, call.arguments], sort_keys=True, default=str).encode())
     if conversation.tools:
         digest.update(json.dumps(conversation.tools, sort_keys=True, default=str).encode())
-    return digest.digest()
+    return int.from_bytes(digest.digest(), "little")
 
 
 # --- one process or several ----------------------------------------------------------------------------------------
@@ -130,23 +132,41 @@ def outcomes(encoder: Encoder, rows: Iterable[Row], workers: int) -> Generator[O
     if workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        pool, work = ProcessPoolExecutor(workers, context, _start, (encoder,)), _work
+        pool, work = ProcessPoolExecutor(workers, context, _start, (encoder, os.getpid())), _work
     else:
         pool, work = ThreadPoolExecutor(THREADS), encoder
+    broken: list[EyasError] = []
     try:
-        waiting: deque[Future[list[Outcome]]] = deque()
-        for batch in _batches(rows):
-            waiting.append(pool.submit(work, batch))
+        waiting: deque[tuple[Future[list[Outcome]], list[Row], bool]] = deque()
+        for number, batch in enumerate(_batches(_until_broken(rows, broken))):
+            prove = number == 0  # the proof is of the first rows, wherever they go
+            waiting.append((pool.submit(work, batch, prove), batch, prove))
             if len(waiting) > 2 * max(2, workers):  # bounds what is held in memory
-                yield from waiting.popleft().result()
+                yield from _result(*waiting.popleft(), encoder)
         while waiting:
-            yield from waiting.popleft().result()
+            yield from _result(*waiting.popleft(), encoder)
+        if broken:  # told after the rows before it, however far the reader is ahead
+            raise broken[0]
     except BrokenProcessPool:
         raise EyasError(
             f"data.workers={workers}: a worker process died, most likely for want of memory; give fewer"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _result(future: Future[list[Outcome]], batch: list[Row], prove: bool, encoder: Encoder) -> list[Outcome]:
+    try:
+        return future.result()
+    except RecursionError:  # nested too deeply to be sent to another process
+        return encoder(batch, prove)
+
+
+def _until_broken(rows: Iterable[Row], broken: list[EyasError]) -> Iterator[Row]:
+    try:
+        yield from rows
+    except EyasError as error:
+        broken.append(error)
 
 
 def pick_workers(workers: int | None, sources: Sequence[Source]) -> int:
@@ -161,18 +181,47 @@ def pick_workers(workers: int | None, sources: Sequence[Source]) -> int:
 _encoder: Encoder | None = None  # of a worker process
 
 
-def _start(encoder: Encoder) -> None:
+def _start(encoder: Encoder, parent: int) -> None:
     global _encoder
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the threads
     _encoder = encoder
 
 
-def _work(rows: list[Row]) -> list[Outcome]:
+def _end_with(parent: int) -> None:
+    """A killed reader can't tell its workers to stop."""
+    while True:
+        time.sleep(1)
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:
+            os._exit(1)
+
+
+def _work(rows: list[Row], prove: bool) -> list[Outcome]:
     assert _encoder is not None
-    return _encoder(rows)
+    return _encoder(rows, prove)
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    source = iter(rows)
-    while batch := list(islice(source, BATCH)):
+    """At most `BATCH` rows, and not many more than `BATCH_CHARACTERS`."""
+    batch: list[Row] = []
+    held = 0
+    for row in rows:
+        size = _size(row.value)
+        if batch and (len(batch) == BATCH or held + size > BATCH_CHARACTERS):
+            yield batch
+            batch, held = [], 0
+        batch.append(row)
+        held += size
+    if batch:
         yield batch
+
+
+def _size(value: object, depth: int = 4) -> int:
+    """Characters in a raw row, as far down as text is to be expected."""
+    if isinstance(value, str):
+        return len(value)
+    if not depth or not isinstance(value, dict | list):
+        return 0
+    return sum(_size(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))

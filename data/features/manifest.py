@@ -11,12 +11,9 @@ be written, checked and rewritten without the others.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -36,6 +33,10 @@ TAP_CONVENTION = "boundary: tap i is the state entering decoder layer i, Hugging
 FINAL_CONVENTION = "after the final norm"
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.json"
+MORE_SPACE = (
+    "The whole shards are safe: free some space and run the same command again to continue, or set store.dir to a "
+    "larger disk, store.shard_mib lower or features=online"
+)
 
 # The store's dtypes: safetensors code and torch dtype of taps and final.
 DTYPES = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
@@ -271,20 +272,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise EyasError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
-
-
-@contextmanager
-def out_of_space(path: Path) -> Iterator[None]:
-    """Turn "disk full", "over quota" and "file too large" into a message that says how to go on."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise EyasError(
-            f"{path}: {os.strerror(error.errno)}. The whole shards are safe: free some space and run the same command "
-            "again to continue, or set store.dir to a larger disk, store.shard_mib lower or features=online"
-        ) from error
 
 
 def _json(value: dict[str, Any]) -> bytes:

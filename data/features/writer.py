@@ -20,17 +20,17 @@ from torch import Tensor
 from data.features.manifest import (
     DOCUMENTS,
     MANIFEST,
+    MORE_SPACE,
     Documents,
     Manifest,
     Shard,
     blake2b,
     file_blake2b,
-    out_of_space,
     starts_of,
 )
 from data.features.store import Stored, TokenFeatures, damage, is_finite
 from models.errors import EyasError
-from models.files import lock, publish, write_atomic
+from models.files import lock, out_of_space, publish, write_atomic
 
 SHARD_FILE = "shard-{:05d}.safetensors"
 SHARD_FILES = "shard-*.safetensors"
@@ -157,7 +157,7 @@ class FeatureWriter:
         """Write one shard: journalled in the manifest when the block ends, thrown away when it raises."""
         final = self.folder / SHARD_FILE.format(index)
         temporary = final.with_name(final.name + ".tmp")
-        with out_of_space(final):
+        with out_of_space(final, MORE_SPACE):
             file = ShardFile(temporary, self.manifest, index, self.plan[index], self.documents.lengths)
             try:
                 yield file
@@ -190,7 +190,7 @@ class FeatureWriter:
         return manifest
 
     def _write(self, name: str, content: bytes) -> None:
-        with out_of_space(self.folder / name):
+        with out_of_space(self.folder / name, MORE_SPACE):
             write_atomic(self.folder / name, content)
 
 

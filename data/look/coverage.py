@@ -144,6 +144,9 @@ class Coverage:
                 f"The full vocabulary of {self.vocab:,} tokens loses nothing; {rule} ({percent(by_rule.share)}), "
                 f"with {by_rule.size / self.vocab:.0%} of the head."
             )
+        if size.train == size.share == 1:
+            few = "" if by_rule.size == size.size else f"; {rule}"
+            return f"draft_vocab_size={size.size} covers every supervised token: nothing is lost{few}."
         double = self.at(min(2 * size.size, self.vocab))
         more = self.head_parameters(double.size - size.size)
         training = "" if self.held_out is None else f" ({percent(size.train)} of the training ones)"

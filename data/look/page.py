@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chats.policy import REJECTS, REPAIRS
 from data.look.coverage import Coverage
-from data.look.preview import Piece, excerpt, gap_note, heading, visible
+from data.look.preview import Piece, excerpt, gap_note, heading
 from data.look.statistics import bin_label, length_line
 from data.masks.template import Example
 from models.files import write_atomic
 from models.target import special_ids
+from models.visible import visible
 
 MAX_DOCUMENTS = 200
 MAX_TOKENS = 4000  # of one document; longer ones are cut in the middle

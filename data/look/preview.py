@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from data.look.statistics import encodable, encodes, histogram_text
 from data.masks.template import Example, decode
 from models.target import special_ids
+from models.visible import visible
 
 SUPERVISED = "bold green"
 READ = "dim"
@@ -23,7 +23,6 @@ ASCII_MARKS = ("[[", "]]", "|")
 
 UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
 MOST_TOKENS = 16  # of one piece; a character has at most four bytes, but tokens may overlap two characters
-KEPT = frozenset("\n\t\u200c\u200d")  # not printable, yet shown as they are: scripts and emoji need the joiners
 
 
 class Piece(NamedTuple):
@@ -91,20 +90,6 @@ def heading(example: Example) -> str:
     cut = ", cut at data.max_length" if example.truncated else ""
     counts = f"{sum(example.supervised):,} of {len(example.input_ids):,} tokens supervised{cut}"
     return f"{visible(example.source, kept='')}: {counts}"
-
-
-def visible(text: str, kept: Iterable[str] = KEPT) -> str:
-    """The text with escapes (``\\x1b``, ``\\u202e``) for what a terminal or browser would obey or not show at all.
-
-    That is control and format characters (directions of writing, zero-width blanks), surrogates, private-use and
-    unassigned characters; not those in ``kept``.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() or c in kept or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
-        for c in text
-    )
 
 
 def preview_text(

@@ -20,6 +20,7 @@ from data.prepare import Inputs
 from models.errors import EyasError
 from models.files import write_atomic
 from models.load_frozen import read_config
+from models.run_folder import has_begun
 
 DATA, PAGE, PLOT = "data.json", "preview.html", "draft_vocab.png"
 
@@ -31,6 +32,9 @@ def show(inputs: Inputs, run_dir: Path, preview: int, coverage: Coverage | None 
     about = inputs.corpus.about
     print_preview(inputs.corpus.train, inputs.files.tokenizer, count=preview, statistics=about["statistics"])
     run_dir.mkdir(parents=True, exist_ok=True)
+    if has_begun(run_dir):  # data.json tells what its drafter was trained on
+        log.info("%s: this run has been trained; its %s and rejects.jsonl stay as they are", run_dir, DATA)
+        return
     facts = {**about, "prompt": prompt_identity(inputs.template)}
     if coverage is not None:
         facts["draft_vocabulary"] = coverage.to_json()
@@ -63,7 +67,7 @@ def coverage_of(inputs: Inputs, draft_vocab_size: int | None, gamma: int) -> Cov
     vocab, tokenizer = int(config.vocab_size), inputs.files.tokenizer
     try:
         return Coverage.of(
-            torch.from_numpy(inputs.corpus.train.token_counts(vocab)),
+            torch.from_numpy(inputs.corpus.train.token_counts(vocab, inputs.corpus.weights)),
             inputs.files.special_ids,
             chosen=draft_vocab_size,
             hidden=int(config.hidden_size),

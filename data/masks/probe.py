@@ -30,7 +30,8 @@ class Manner(NamedTuple):
     generation prompt adds to ``lead``: the tag of a reasoning block that it opens (``<think>`` and a newline), a block
     that it opens and closes, or nothing. instead: what a render without reasoning shows in its place.
     opens: the tag of the block that the generation prompt leaves open, which the answer is then to close; closes: that
-    of the one it closes, so that no reasoning is asked for. gap: white space that the template puts before an answer.
+    of the one it closes, so that no reasoning is asked for. gap: white space that the template puts before an answer;
+    own: a block or header that it puts there, with the white space around it.
     """
 
     closing: str
@@ -40,14 +41,15 @@ class Manner(NamedTuple):
     opens: str
     closes: str
     gap: str
+    own: str
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a prompt ends in an open reasoning block; after tool results, for instance, it may not."""
         return bool(self.opens) and prompt.endswith(self.asked)
 
     def may_be_unasked(self, content: str) -> bool:
-        """Whether an answer has reasoning, and the generation prompt closes it before it began."""
-        return bool(self.closes) and content.lstrip().startswith(self.closes) and end_tag(self.closes) in content
+        """Whether an answer begins to reason, and the generation prompt has closed that already."""
+        return bool(self.closes) and content.lstrip().startswith(self.closes)
 
     def said(self, content: str, prompt: str) -> str:
         """What the target generates of an answer after ``prompt``, which may have opened its reasoning.
@@ -88,6 +90,7 @@ def learn(render: Renderer, control: Sequence[str]) -> Manner:
     bare = prompt.removesuffix(asked)
     opened = _OPENED.fullmatch(asked)
     gap = before.removeprefix(bare)
+    own = before.removeprefix(prompt) if before.startswith(prompt) else ""
     return Manner(
         closing,
         lead=bare.rpartition(question)[2],
@@ -96,6 +99,7 @@ def learn(render: Renderer, control: Sequence[str]) -> Manner:
         opens=opened["tag"] if opened else "",
         closes=_closes(prompt, asked),
         gap="" if asked or gap.strip() else gap,
+        own=own if own.strip() else "",
     )
 
 

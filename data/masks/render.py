@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -22,6 +23,7 @@ from models.errors import EyasError
 
 Turns = Sequence[dict[str, Any]]  # role, content and what `data.tools` adds for calls and results
 Tools = Sequence[Mapping[str, Any]]
+PROMPT = "add_generation_prompt"
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around the text of a generation block, taken out again after rendering
 
 
@@ -47,6 +49,7 @@ class _GenerationTag(Extension):
 class Renderer:
     """``renderer(turns, prompt, tools)`` -> Rendered; ``prompt`` appends the generation prompt.
 
+    fixed_prompt: whether the generation prompt is known to be the same whatever the turns say.
     variables: what the template sees beside the messages (special tokens, ``target.template_kwargs``).
     """
 
@@ -63,6 +66,7 @@ class Renderer:
         self._variables = {"tools": None, "documents": None, **variables}
         try:
             self._template = environment.from_string(source)
+            self.fixed_prompt = _is_fixed(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise EyasError(f"target.chat_template: not a valid Jinja template, line {error.lineno}: {error}") from None
 
@@ -101,6 +105,20 @@ class Renders:
         if (count, prompt) not in self._made:
             self._made[count, prompt] = self._renderer(self.turns[:count], prompt, self.tools)
         return self._made[count, prompt]
+
+
+def _is_fixed(tree: nodes.Template) -> bool:
+    """Whether the generation prompt is used only as ``{% if add_generation_prompt %}``, around nothing but text and
+    variables from outside."""
+    uses = [name for name in tree.find_all(nodes.Name) if name.name == PROMPT]
+    blocks = [node for node in tree.find_all(nodes.If) if isinstance(node.test, nodes.Name) and node.test in uses]
+    inside = {name.name for block in blocks for node in block.body for name in _names(node)}
+    outside = meta.find_undeclared_variables(tree) - {"messages", "tools", PROMPT}
+    return len(uses) == len(blocks) and inside <= outside
+
+
+def _names(node: nodes.Node) -> list[nodes.Name]:
+    return [*([node] if isinstance(node, nodes.Name) else []), *node.find_all(nodes.Name)]
 
 
 def _unmark(text: str) -> Rendered:

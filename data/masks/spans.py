@@ -28,12 +28,14 @@ from typing import NamedTuple
 
 from data.chats.policy import RowRejected
 from data.masks.probe import OPENING, any_of, check_kept, learn, shown_parts, stand_ins
+from data.masks.reasoning import learn_reasoning
 from data.masks.render import Renderer, Renders
 
 
 class Span(NamedTuple):
     """The supervised characters of an answer: ``start`` (its first) to ``end`` (past its end-of-turn token).
 
+    An answer with reasoning of its own field has several in a row: each ends with what the template puts behind it.
     turn: index of the message. floor: where the generation prompt ends; no supervised token may begin before it.
     stop: past the answer's last character, before what closes it.
     tagged: false if the template has generation tags and they leave this answer out.
@@ -109,6 +111,7 @@ class Locator:
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
         self._kept: set[tuple[object, ...]] = set()
         self.manner = learn(renderer, control)
+        self.reasoning = learn_reasoning(renderer, self.manner, self.ends)
         closing = self.manner.closing
         match = self.control.search(closing)
         # The end-of-turn token is the first control token that closes an answer; a template without one closes it
@@ -118,7 +121,7 @@ class Locator:
     def locate(self, renders: Renders) -> Located:
         """Answers of a conversation that ends with one. Raises RowRejected if the last answer cannot be placed."""
         turns = renders.turns
-        if renders.tools or any(turn["role"] == "tool" or "tool_calls" in turn for turn in turns):
+        if renders.tools or any(turn["role"] == "tool" or len(turn) > 2 for turn in turns):
             self._check_kept(renders)
             return self._compare(renders)
         roles = tuple(turn["role"] for turn in turns)
@@ -130,9 +133,19 @@ class Locator:
             text = renders.upto(len(turns) - 1).text
             contents = [turn["content"] for turn in turns]
             spans = skeleton.fit(text, contents) or skeleton.fit(text, [content.strip() for content in contents])
-            if spans is not None:
+            if spans is not None and self._prompted(renders, text, spans):
                 return Located(text, spans)
         return self._compare(renders)
+
+    def _prompted(self, renders: Renders, text: str, spans: Sequence[Span]) -> bool:
+        """Whether generation prompts lead to the spans here too; the last one will do if they don't depend on turns."""
+        try:
+            prompts = [
+                (span, renders.prompt(span.turn)) for span in (spans[-1:] if self.render.fixed_prompt else spans)
+            ]
+        except RowRejected:
+            return False
+        return all(len(prompt) == span.floor and text.startswith(prompt) for span, prompt in prompts)
 
     def _check_kept(self, renders: Renders) -> None:
         form = tuple((turn["role"], bool(turn["content"]), len(turn.get("tool_calls", ()))) for turn in renders.turns)
@@ -165,29 +178,40 @@ class Locator:
             if turn["role"] != "assistant" or "tool_calls" in turn:
                 continue
             try:
-                span = self._answer(renders, i, full)
+                found = self._answer(renders, i, full)
             except RowRejected as rejected:
+                if i == last and self.reasoning.key in turn:
+                    raise
                 if i == last:
                     return self._served(renders, rejected)
                 continue
             # Generation tags, where a template has them, say which answers its author means to be trained on.
-            tagged = not blocks or any(begin < span.stop and span.start < end for begin, end in blocks)
-            spans.append(span._replace(tagged=tagged))
+            tagged = not blocks or any(begin < found[-1].stop and found[0].start < end for begin, end in blocks)
+            spans += [span._replace(tagged=tagged) for span in found]
         return Located(full, tuple(spans))
 
-    def _answer(self, renders: Renders, i: int, full: str) -> Span:
-        """The span of answer i in ``full``, if it stands there after its prompt. Raises RowRejected."""
-        prompt, upto = renders.prompt(i), renders.upto(i).text
-        said = self.manner.said(renders.turns[i]["content"], prompt)
+    def _answer(self, renders: Renders, i: int, full: str) -> list[Span]:
+        """The span of answer i in ``full``, if it stands there after its prompt; several if it has reasoning in a
+        field. Raises RowRejected."""
+        turn, prompt, upto = renders.turns[i], renders.prompt(i), renders.upto(i).text
+        reasoned = self.reasoning.key in turn
+        said = turn["content"] if reasoned else self.manner.said(turn["content"], prompt)
         stop = len(upto) - len(self.manner.closing)
         if not upto.startswith(prompt) or not upto.endswith(self.manner.closing) or stop <= len(prompt):
             raise RowRejected("answer_not_located", f"turn {i}: the generation prompt does not lead to the answer")
         if not full.startswith(upto[:stop]):
             raise RowRejected("template_rewrites_answer", f"turn {i} is changed by the turns after it")
-        start = len(prompt) + _answer_start(upto[len(prompt) : stop], said, i)
+        floor, end = len(prompt), self._end_of(full, stop)
+        if reasoned:
+            thought = turn[self.reasoning.key]
+            places = self.reasoning.places(thought, said, upto[floor:stop])
+            begin, over, start = (floor + place for place in places)
+            header = [Span(i, floor, floor, floor, begin)] if begin > floor else []
+            return [*header, Span(i, floor, begin, over, start), Span(i, floor, start, stop, end)]
+        start = floor + self._answer_start(upto[floor:stop], said, i)
         if self.manner.opened_by(prompt) and start > len(prompt):  # the template closes the block that the prompt opens
             raise RowRejected("template_rewrites_answer", f"turn {i} is rendered as {upto[len(prompt) :][:60]!r}")
-        return Span(i, len(prompt), start, stop, self._end_of(full, stop))
+        return [Span(i, floor, start, stop, end)]
 
     def _served(self, renders: Renders, rejected: RowRejected) -> Located:
         """The last answer after its prompt, as it is served. Raises ``rejected`` if that can't be proven right."""
@@ -234,18 +258,20 @@ class Locator:
         match = self._end.match(full, stop)
         return match.end() if match else stop
 
+    def _answer_start(self, generated: str, said: str, turn: int) -> int:
+        """Offset in the text after the generation prompt at which the answer begins.
 
-def _answer_start(generated: str, said: str, turn: int) -> int:
-    """Offset in the text after the generation prompt at which the answer begins.
-
-    White space that a template puts before an answer is part of what the target generates; anything else
-    (an empty reasoning block) is the template's own and not supervised.
-    """
-    answer = said.strip()
-    if generated.strip() == answer or "".join(generated.split()) == "".join(answer.split()):
-        return 0
-    opening = re.match(OPENING, answer)
-    own_block = opening is not None and generated.lstrip().startswith(opening.group())
-    if generated.rstrip().endswith(answer) and not own_block:
-        return len(generated.rstrip()) - len(answer)
-    raise RowRejected("template_rewrites_answer", f"turn {turn} is rendered as {generated[:60]!r}")
+        White space that a template puts before an answer is part of what the target generates; anything else
+        (an empty reasoning block) is the template's own and not supervised.
+        """
+        answer = said.strip()
+        if generated.strip() == answer or "".join(generated.split()) == "".join(answer.split()):
+            return 0
+        opening = re.match(OPENING, answer)
+        if opening is None or not generated.lstrip().startswith(opening.group()):
+            rest = generated.removeprefix(self.manner.own)
+            if rest.strip() == answer:  # with the indent that the answer begins with
+                return len(generated) - len(rest)
+            if generated.rstrip().endswith(answer):
+                return len(generated.rstrip()) - len(answer)
+        raise RowRejected("template_rewrites_answer", f"turn {turn} is rendered as {generated[:60]!r}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chats.conversations import Conversation, Message
 from data.chats.policy import RowRejected
+from data.masks.examples import Encoded, Example, Packed
 from data.masks.proof import check_decoded, prove
 from data.masks.render import Renderer, Renders, Tools
 from data.masks.rounds import groups, guess_starts, rounds_of
@@ -36,51 +36,9 @@ SUPERVISE = ("assistant", "last", "all")
 TOOLS = ("render", "reject")
 TOO_LONG = ("cut", "split", "reject")
 DAY = "2025-01-01"  # what strftime_now says unless target.template_kwargs.today gives another day
-RULE_VERSION = 2  # of the mask; part of the fingerprint
+RULE_VERSION = 3  # of the mask; part of the fingerprint
 AT_ONCE = 1 << 20  # characters
-PROVEN_DOCUMENTS = 64  # how many real documents are decoded and compared, beside the probes
-
-
-@dataclass(frozen=True)
-class Example:
-    """input_ids [n] and supervised [n] of one document; source is ``file:row:id``."""
-
-    input_ids: list[int]
-    supervised: list[bool]
-    source: str
-    truncated: bool = False
-
-    @property
-    def num_supervised(self) -> int:
-        return sum(self.supervised)
-
-
-class Packed(NamedTuple):
-    """An example as arrays: ids [n] int32 and supervised [n] bool."""
-
-    ids: np.ndarray
-    supervised: np.ndarray
-    source: str
-    truncated: bool
-
-    @classmethod
-    def of(cls, example: Example) -> Packed:
-        ids, mask = np.asarray(example.input_ids, dtype=np.int32), np.asarray(example.supervised, dtype=bool)
-        return cls(ids, mask, example.source, example.truncated)
-
-    def example(self) -> Example:
-        return Example(self.ids.tolist(), self.supervised.tolist(), self.source, self.truncated)
-
-
-class Encoded(NamedTuple):
-    """The documents of a conversation, and the names of the repairs made (`data.chats.policy.REPAIRS`)."""
-
-    documents: list[Packed]
-    repairs: list[str]
-
-    @property
-    def examples(self) -> list[Example]:
-        return [document.example() for document in self.documents]
+PROVEN = 64  # how many real conversations are decoded and compared, beside the probes
 
 
 class _Document(NamedTuple):
@@ -149,7 +107,6 @@ class ChatTemplate:
         variables = {**tokenizer.special_tokens_map, **self.kwargs}
         renderer = Renderer(self.source, variables, _day(variables.pop("today", DAY)))
         self.locator = Locator(renderer, self.tokens.control, eos)
-        self._to_prove = PROVEN_DOCUMENTS
         prove(self.locator, self.tokens, self.source, self.kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,19 +122,23 @@ class ChatTemplate:
             raise result
         return result.examples
 
-    def encode_batch(self, conversations: Sequence[Conversation], max_length: int) -> list[Encoded | RowRejected]:
+    def encode_batch(
+        self, conversations: Sequence[Conversation], max_length: int, *, prove: bool = True
+    ) -> list[Encoded | RowRejected]:
         """Per conversation its examples, or why it has none.
 
         A template that rewrites history (drops the reasoning of earlier turns) gives one example for each answer
         that stands differently in a longer render, every one as it is served; each answer is supervised once.
-        What is longer than ``max_length`` tokens is cut, split or rejected.
+        What is longer than ``max_length`` tokens is cut, split or rejected. prove: decode and compare the answers of
+        the first `PROVEN` conversations; EyasError if they differ.
         """
         drafts = [self._draft(conversation) for conversation in conversations]
         results: list[Encoded | RowRejected] = []
         for group in _groups(drafts):
             texts = [text for i in group for text in _texts(drafts[i])]
             encodings = iter(self.tokens.encode_batch(texts))
-            results += [self._finish(conversations[i], drafts[i], encodings, max_length) for i in group]
+            for i in group:
+                results.append(self._finish(conversations[i], drafts[i], encodings, max_length, prove and i < PROVEN))
         return results
 
     def _draft(self, conversation: Conversation) -> _Draft | RowRejected:
@@ -188,14 +149,19 @@ class ChatTemplate:
             return rejected
 
     def _finish(
-        self, conversation: Conversation, draft: _Draft | RowRejected, encodings: Iterator[Encoding], max_length: int
+        self,
+        conversation: Conversation,
+        draft: _Draft | RowRejected,
+        encodings: Iterator[Encoding],
+        max_length: int,
+        prove: bool,
     ) -> Encoded | RowRejected:
         """``encodings`` are those of the draft's texts and of the drafts behind it."""
         if isinstance(draft, RowRejected):
             return draft
         pairs = [(located, next(encodings)) for located in draft.locations]
         try:
-            documents = [self._document(*pair, conversation.source) for pair in pairs]
+            documents = [self._document(*pair, conversation.source, prove) for pair in pairs]
             return self._encoded(conversation, draft.shown, documents, draft.repairs, max_length)
         except RowRejected as rejected:
             return rejected
@@ -207,7 +173,7 @@ class ChatTemplate:
         OpenAI's API takes them. Raises EyasError if the template refuses the turns.
         """
         try:
-            text = self.locator.render(turns_of(messages, self._form(messages)), True, tools).text
+            text = self.locator.render(self._turns(messages), True, tools).text
         except RowRejected as error:
             raise EyasError(f"target.chat_template refuses the prompt: {error.detail}") from None
         return list(self.tokens.encode(text).ids)
@@ -243,25 +209,34 @@ class ChatTemplate:
             raise RowRejected("tool_turns", "the chat template doesn't show calls and results")
         return self._call_form
 
+    def _turns(self, messages: Sequence[Message | Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Turns for the template, reasoning included. Raises RowRejected."""
+        reasoning = self.locator.reasoning
+        given = [reasoning.given(message) if isinstance(message, Message) else message for message in messages]
+        return turns_of(given, self._form(given), reasoning.key)
+
     def _shown(self, conversation: Conversation) -> tuple[_Shown, list[str]]:
         """What is rendered of a conversation, and the repairs. Raises RowRejected."""
-        messages = conversation.messages
+        messages = [self.locator.reasoning.given(message) for message in conversation.messages]
+        folded = any(a.content != b.content for a, b in zip(messages, conversation.messages, strict=True))
+        repairs = ["reasoning_folded"] if folded else []
         self._form(messages)
         answers = {i for i, message in enumerate(messages) if message.role == "assistant" and not message.tool_calls}
         wanted = {i for i in answers if messages[i].supervised}
         if self.supervise == "last":
             wanted &= {len(messages) - 1}
         if not wanted:
-            raise RowRejected("nothing_supervised", "every answer is marked as not to be trained on")
-        tools, repairs = conversation.tools, list[str]()
+            which = "the last answer (data.supervise=last)" if self.supervise == "last" else "every answer"
+            raise RowRejected("nothing_supervised", f"{which} is marked as not to be trained on")
+        tools = conversation.tools
         if tools and not self._offers_tools:
-            tools, repairs = (), ["tools_ignored"]
+            tools, repairs = (), [*repairs, "tools_ignored"]
         return _Shown(messages, tools, frozenset(answers if self.supervise == "all" else wanted)), repairs
 
     def _locate(self, shown: _Shown) -> Iterator[Located]:
         """Renders of a conversation, each with the spans that are supervised in it. Raises RowRejected."""
         messages, everything = shown.messages, self.supervise == "all"
-        renders = Renders(self.locator.render, turns_of(messages, self._form(messages)), shown.tools)
+        renders = Renders(self.locator.render, self._turns(messages), shown.tools)
         wanted = set(shown.wanted)
         while wanted:
             last = max(wanted)
@@ -278,7 +253,7 @@ class ChatTemplate:
 
     # --- ids, masks and lengths --------------------------------------------------------------------------------------
 
-    def _document(self, located: Located, encoding: Encoding, source: str) -> _Document:
+    def _document(self, located: Located, encoding: Encoding, source: str, prove: bool = False) -> _Document:
         ids = encoding.ids
         places = [tokens_of(span, located.text, encoding) for span in located.spans]
         spelled = self.tokens.spells_control(located, encoding, ids, places)
@@ -289,9 +264,8 @@ class ChatTemplate:
         mask = np.full(len(ids), self.supervise == "all")
         for first, stop in places:
             mask[first:stop] = True
-            if self._to_prove > 0:
+            if prove:
                 check_decoded(self.tokens, located.text, encoding, ids, first, stop, source)
-        self._to_prove -= 1
         return _Document(located, encoding, ids, mask, spelled)
 
     def _encoded(

@@ -39,7 +39,10 @@ class Tokens:
         self._backend = _backend(tokenizer)
         self._added = tokenizer.added_tokens_decoder
         self.control = [str(token) for token in self._added.values()]
-        self.special = frozenset(i for i, token in self._added.items() if token.special) | frozenset(ends)
+        ends = frozenset(ends)
+        self.special = frozenset(i for i, token in self._added.items() if token.special) | ends
+        # GPT-2's family names its end token as the unknown one too, which its bytes have no need of.
+        self._unknown = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
         """Spread over the tokenizer's threads."""
@@ -57,7 +60,7 @@ class Tokens:
 
     def agrees(self, ids: Sequence[int], text: str) -> bool:
         """Whether ids decode to a text; normal forms, letter case and white space are the tokenizer's freedom."""
-        if self.tokenizer.unk_token_id in ids:  # an unknown word decodes to nothing comparable
+        if self._unknown in ids:  # an unknown word decodes to nothing comparable
             return True
         return _plain(self.decode(ids)) == _plain(text)
 
@@ -117,6 +120,8 @@ class Tokens:
             begin, end = _chars(encoding, k)
             core = text[begin:end]
             begin, end = begin + len(core) - len(core.lstrip()), end - len(core) + len(core.rstrip())
+            if ids[k] == self._unknown and text[begin:end] != self.tokenizer.unk_token:
+                continue  # a word that the vocabulary lacks
             if span.start <= begin and end <= span.stop:
                 return k
         return None

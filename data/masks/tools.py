@@ -19,15 +19,13 @@ from data.masks.render import Renderer
 
 
 class CallForm(NamedTuple):
-    """How a template takes calls. content: of a call without text. as_text: arguments as JSON text. offers: whether it
-    shows the tools on offer."""
+    """How a template takes calls. content: of a call without text. as_text: arguments as JSON text."""
 
     content: str | None
     as_text: bool
-    offers: bool
 
 
-FORMS = [CallForm(content, as_text, False) for as_text, content in product((False, True), ("", None))]
+FORMS = [CallForm(content, as_text) for as_text, content in product((False, True), ("", None))]
 
 
 def is_plain(messages: Sequence[Message | Mapping[str, Any]]) -> bool:
@@ -35,8 +33,11 @@ def is_plain(messages: Sequence[Message | Mapping[str, Any]]) -> bool:
     return not any(isinstance(m, Message) and (m.tool_calls or m.role == "tool") for m in messages)
 
 
-def turns_of(messages: Sequence[Message | Mapping[str, Any]], form: CallForm | None) -> list[dict[str, Any]]:
-    """Turns for the template; mappings are taken as they are. ``form`` None: there are no calls."""
+def turns_of(
+    messages: Sequence[Message | Mapping[str, Any]], form: CallForm | None, reasoning: str = ""
+) -> list[dict[str, Any]]:
+    """Turns for the template; mappings are taken as they are. ``form`` None: there are no calls. reasoning: the field
+    that it goes into."""
     turns: list[dict[str, Any]] = []
     calls: list[tuple[str, ToolCall]] = []  # those of the last calling turn that have no result yet, with their ids
     made = 0
@@ -55,12 +56,14 @@ def turns_of(messages: Sequence[Message | Mapping[str, Any]], form: CallForm | N
             turns.append({"role": "tool", "name": name, "tool_call_id": id, "content": message.content})
         else:
             turns.append({"role": message.role, "content": message.content})
+        if isinstance(message, Message) and message.reasoning:
+            turns[-1][reasoning] = message.reasoning
     return turns
 
 
 def find_form(render: Renderer) -> CallForm | None:
     """The form in which the template shows calls and results, None if it shows them in none."""
-    result, argument, offer = stand_in(1), stand_in(2), stand_in(3)
+    result, argument = stand_in(1), stand_in(2)
     call = ToolCall(stand_in(0), {stand_in(4): argument})
     messages = [
         Message("user", "ok"),
@@ -75,16 +78,13 @@ def find_form(render: Renderer) -> CallForm | None:
         except RowRejected:
             continue
         if all(word in text for word in shown):
-            return form._replace(offers=_offers(render, offer))
+            return form
     return None
 
 
 def offers_tools(render: Renderer) -> bool:
     """Whether the template shows the tools on offer."""
-    return _offers(render, stand_in(3))
-
-
-def _offers(render: Renderer, name: str) -> bool:
+    name = stand_in(0)
     properties = {"ok": {"type": "string", "description": "ok"}}
     parameters = {"type": "object", "properties": properties, "required": ["ok"]}
     tool = {"type": "function", "function": {"name": name, "description": "ok", "parameters": parameters}}

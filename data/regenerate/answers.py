@@ -106,9 +106,13 @@ class Answers:
         info = beside(self.out, ".info")
         if not info.is_file():
             raise EyasError(f"regenerate.out={self.out}: exists, and {info.name} is not beside it; {OTHER_OUT}")
-        made = json.loads(info.read_text(encoding="utf-8"))
-        self._check_settings(made["settings"], self.out)
-        if made["questions"] != self._questions():
+        try:
+            made = json.loads(info.read_text(encoding="utf-8"))
+            settings, questions = made["settings"], made["questions"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise EyasError(f"{info}: damaged ({error!r}); {OTHER_OUT}") from None
+        self._check_settings(settings, self.out)
+        if questions != self._questions():
             raise EyasError(f"regenerate.out={self.out}: answers other rows than data.path gives now; {OTHER_OUT}")
 
     def _check_settings(self, made: Mapping[str, Any], where: Path) -> None:

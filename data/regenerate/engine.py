@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -22,9 +21,8 @@ from data.masks.template import ChatTemplate, decode
 from data.regenerate.replay import Answer, Asked, Outcome, Replay, Sampling
 from models.errors import EyasError
 
+OPENING = 32  # tokens that a tag which opens the reasoning has at most
 WINDOW = 32  # batches whose rows are sorted by length together
-# A generation prompt that opens the reasoning itself: the answer is stored with what it stands behind.
-OPENED_REASONING = re.compile(r"<think>\s*\Z")
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +127,10 @@ class LocalEngine:
         )
         # A cut may fall inside a character, which decodes to replacement marks that the target never wrote.
         text = text if ended else text.rstrip("\ufffd")
-        opened = OPENED_REASONING.search(decode(self._template.tokenizer, prompt[-16:]))
-        return opened.group() + text if opened else text
+        # A generation prompt may open the reasoning itself: the answer is stored with what it stands behind.
+        manner = self._template.locator.manner
+        opened = manner.opened_by(decode(self._template.tokenizer, prompt[-OPENING:]))
+        return manner.asked + text if opened else text
 
 
 def batches(asked: Iterable[Asked], size: int) -> Iterator[list[Asked]]:

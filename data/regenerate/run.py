@@ -24,6 +24,7 @@ from data.chats.rejects import RejectLog
 from data.regenerate.answers import Answers, beside
 from data.regenerate.replay import Asked, Engine, Outcome, Sampling, ask
 from models.errors import EyasError
+from models.files import out_of_space
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,8 +57,9 @@ def regenerate(cfg: Config) -> Path:
         progress.row()
 
     try:
-        engine.answer(read(rejects), answers, emit, progress.tokens)
-        answers.finish(rejects)
+        with out_of_space(out.parent, "Free some space and run the same command again: it goes on where it stopped"):
+            engine.answer(read(rejects), answers, emit, progress.tokens)
+            answers.finish(rejects)
     except KeyboardInterrupt:
         log.warning("%d of %d rows are answered and kept in %s", len(answers), len(digests), answers.part)
         raise
