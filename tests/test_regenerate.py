@@ -111,9 +111,13 @@ def test_the_training_reader_takes_the_rows_as_they_are(target: Path, source: Pa
 def test_a_finished_file_is_left_alone(target: Path, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     regenerate(config(target, source, out))
-    before = {path: path.stat() for path in tmp_path.iterdir() if path.is_file()}
+
+    def written() -> dict[Path, tuple[int, int]]:
+        return {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in tmp_path.iterdir() if p.is_file()}
+
+    before = written()
     regenerate(config(target, source, out))
-    assert {path: path.stat() for path in tmp_path.iterdir() if path.is_file()} == before
+    assert written() == before
     with pytest.raises(EyasError, match=r"was made with cut 'keep', now 'drop'"):
         regenerate(config(target, source, out, cut="drop"))
 
