@@ -66,6 +66,7 @@ class Renderer:
         self._variables = {"tools": None, "documents": None, **variables}
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # a chain of mappings, copied at every render
             self.fixed_prompt = _is_fixed(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise EyasError(f"target.chat_template: not a valid Jinja template, line {error.lineno}: {error}") from None

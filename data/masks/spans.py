@@ -138,11 +138,11 @@ class Locator:
         return self._compare(renders)
 
     def _prompted(self, renders: Renders, text: str, spans: Sequence[Span]) -> bool:
-        """Whether generation prompts lead to the spans here too; the last one will do if they don't depend on turns."""
+        """Whether generation prompts lead to the spans here as they do on stand-ins; no question if they are fixed."""
+        if self.render.fixed_prompt:
+            return True
         try:
-            prompts = [
-                (span, renders.prompt(span.turn)) for span in (spans[-1:] if self.render.fixed_prompt else spans)
-            ]
+            prompts = [(span, renders.prompt(span.turn)) for span in spans]
         except RowRejected:
             return False
         return all(len(prompt) == span.floor and text.startswith(prompt) for span, prompt in prompts)

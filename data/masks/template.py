@@ -37,7 +37,7 @@ TOOLS = ("render", "reject")
 TOO_LONG = ("cut", "split", "reject")
 DAY = "2025-01-01"  # what strftime_now says unless target.template_kwargs.today gives another day
 RULE_VERSION = 3  # of the mask; part of the fingerprint
-AT_ONCE = 1 << 20  # characters
+AT_ONCE = 1 << 22  # characters
 PROVEN = 64  # how many real conversations are decoded and compared, beside the probes
 
 
