@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,7 @@ class Tokens:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> None:
         self.tokenizer = tokenizer
         self._backend = _backend(tokenizer)
+        self._turn = threading.Lock()
         self._added = tokenizer.added_tokens_decoder
         self.control = [str(token) for token in self._added.values()]
         ends = frozenset(ends)
@@ -45,8 +47,10 @@ class Tokens:
         self._unknown = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """Spread over the tokenizer's threads."""
-        return list(self._backend.encode_batch(texts, add_special_tokens=False))
+        """Spread over the tokenizer's threads, one batch after the other: batches side by side would end together,
+        and leave the tokenizer idle while all of them are worked on."""
+        with self._turn:
+            return list(self._backend.encode_batch(texts, add_special_tokens=False))
 
     def encode(self, text: str) -> Encoding:
         return self._backend.encode(text, add_special_tokens=False)
