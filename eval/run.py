@@ -327,7 +327,7 @@ def find_prompts(cfg: Config, template: ChatTemplate, context: int | None) -> tu
     """Prompts as ``verify`` asks for and a word on where they come from."""
     verify, data = cfg.verify, asdict(cfg.data)
     if verify.prompts is not None:
-        dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
+        dialect = Dialect.of_section(data)
         found = read_prompts(verify.prompts, template, limit=verify.max_prompts, context=context, dialect=dialect)
         check_training_data(data, verify.prompts)
         return found, Path(verify.prompts).name

@@ -75,6 +75,11 @@ class Dialect:
                 raise EyasError(f"data.columns.{name}={column}: must be one of {', '.join(KNOWN)}")
         return cls(table, dict(columns or {}), clean_html)
 
+    @classmethod
+    def of_section(cls, data: Mapping[str, Any]) -> Dialect:
+        """:meth:`of` for the ``data`` section of the configuration as a dict."""
+        return cls.of(data["roles"], data["columns"], data["clean_html"])
+
     def role(self, name: str) -> str | None:
         """One of ROLES, None if the name is unknown."""
         return self.roles.get(name) or self.roles.get(name.strip().lower())

@@ -161,6 +161,7 @@ class _Job:
     fingerprints: list[str]
     encoder: Encoder
     settings: Mapping[str, Any]
+    workers: int | None  # changes nothing but the time it takes
 
     @classmethod
     def of(
@@ -171,21 +172,20 @@ class _Job:
         settings |= {"supervise": template.supervise, "tools": template.tools, "too_long": template.too_long}
         settings["max_documents"] = data["max_documents"] if key == "data.path" else None
         settings["drop_evaluation"] = data["decontaminate"] == "drop"
-        settings["workers"] = data["workers"]
         sources = sources_of(data[key.removeprefix("data.")], key)
         fingerprints = [source.fingerprint() for source in sources]
-        dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
+        dialect = Dialect.of_section(data)
         encoder = Encoder(template, dialect, data["max_length"], evaluation)
         made_from = [
             FORMAT,
             VERSION,
             template.fingerprint(),
-            {k: v for k, v in settings.items() if k != "workers"},
+            settings,
             [[fingerprint, source.input] for fingerprint, source in zip(fingerprints, sources, strict=True)],
             evaluation.fingerprint() if evaluation else None,
         ]
         name = hashlib.blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=16).hexdigest()
-        return cls(name, key, sources, fingerprints, encoder, settings)
+        return cls(name, key, sources, fingerprints, encoder, settings, data["workers"])
 
     def build(self, folder: Path, rejects_copy: Path | None) -> None:
         """Write the folder under another name, then give it its own. Whatever happens, the rejects are copied."""
@@ -212,11 +212,10 @@ class _Job:
 
     def _write(self, rejects: RejectLog, writer: DocumentWriter) -> dict[str, Any]:
         rows = (row for s in self.sources for row in read_source(s, split=self.settings["split"], key=self.key))
-        with closing(outcomes(self.encoder, rows, pick_workers(self.settings["workers"], self.sources))) as results:
+        with closing(outcomes(self.encoder, rows, pick_workers(self.workers, self.sources))) as results:
             facts = self._take(results, rejects, writer)
         if not writer.conversations:
-            stopped = sum(rejects.reasons[name] for name in OF_THE_TEMPLATE) >= HOPELESS
-            early = "; reading stopped here, since the template rejects them all" if stopped else ""
+            early = "; reading stopped here, since the template rejects them all" if _hopeless(rejects) else ""
             raise EyasError(f"{self.key}: {rejects.table()}{early}")
         writer.finish()
         return facts
@@ -245,7 +244,7 @@ class _Job:
                     reason, detail = "holds_evaluation_prompt", outcome.evaluation
             if reason:
                 rejects.add(outcome.file, outcome.row, outcome.id, reason, detail)
-                if not writer.conversations and sum(rejects.reasons[name] for name in OF_THE_TEMPLATE) >= HOPELESS:
+                if not writer.conversations and _hopeless(rejects):
                     break  # not a matter of odd rows: nothing is written, and the table says why
                 continue
             for repair in outcome.repairs:
@@ -268,10 +267,14 @@ class _Job:
                 for source, fingerprint in zip(self.sources, self.fingerprints, strict=True)
             ],
             "template": self.encoder.template.fingerprint(),
-            "settings": {k: v for k, v in self.settings.items() if k != "workers"},
+            "settings": dict(self.settings),
             "statistics": describe(documents.lengths, documents.supervised, rejects, writer.conversations),
             "evaluation": dict(contaminated),
         }
+
+
+def _hopeless(rejects: RejectLog) -> bool:
+    return sum(rejects.reasons[name] for name in OF_THE_TEMPLATE) >= HOPELESS
 
 
 def _copy(source: Path, copy: Path) -> None:

@@ -41,11 +41,16 @@ def split_held_out(
     valid = documents.take(documents.numbers[held])
     same = _same_tokens(documents, valid) & ~held
     alike = np.isin(documents.openings, valid.openings) & ~held & ~same
-    flatters = "open with the question of a held-out one: the held-out numbers flatter the drafter"
+    why = "open with the question of a held-out one"
     if decontaminate == "drop":
-        _say_left_out(documents, alike, "open with the question of a held-out one")
+        _say_left_out(documents, alike, why)
     elif alike.any() and decontaminate == "warn":
-        log.warning("%d training documents %s (data.decontaminate=drop leaves them out)", int(alike.sum()), flatters)
+        log.warning(
+            "%d training documents %s: the held-out numbers flatter the drafter "
+            "(data.decontaminate=drop leaves them out)",
+            int(alike.sum()),
+            why,
+        )
     _say_left_out(documents, same, "have the tokens of a held-out one")
     train = ~held & ~same & ~(alike & (decontaminate == "drop"))
     if not train.any():
@@ -72,7 +77,7 @@ def _say_left_out(documents: DocumentSet, which: np.ndarray, why: str) -> None:
 
 def evaluation_prompts(data: Mapping[str, Any], prompts: str | None) -> EvaluationPrompts | None:
     """The questions of ``verify.prompts`` and of ``data.valid_path``; None if there are none."""
-    dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
+    dialect = Dialect.of_section(data)
     given = {"verify.prompts": prompts, "data.valid_path": data["valid_path"]}
     found = EvaluationPrompts(
         (f"question {question.id or question.row} of {question.source_file}", text)
@@ -89,12 +94,14 @@ def check_training_data(data: Mapping[str, Any], prompts: str) -> None:
     if data["path"] is None or data["decontaminate"] == "keep":
         return
     evaluation = evaluation_prompts({**data, "valid_path": None}, prompts)
-    dialect = Dialect.of(data["roles"], data["columns"], data["clean_html"])
+    if evaluation is None:
+        return
+    dialect = Dialect.of_section(data)
     read = read_conversations(data["path"], dialect=dialect, split=data["split"], rejects=RejectLog(), key="data.path")
     held = list[str]()
     try:
-        for conversation in islice(read, CHECKED if evaluation else 0):
-            name = evaluation.find(conversation.messages) if evaluation else ""
+        for conversation in islice(read, CHECKED):
+            name = evaluation.find(conversation.messages)
             if name:
                 held.append(f"{conversation.source_file}, row {conversation.row} holds {name}")
     except EyasError as error:  # the training data may be gone by now

@@ -159,10 +159,6 @@ class Coverage:
         )
 
     @property
-    def explanation(self) -> str:
-        return EXPLANATION.format(gamma=self.gamma)
-
-    @property
     def columns(self) -> list[str]:
         """Headings of :meth:`cells`."""
         held_out = [] if self.held_out is None else ["held-out"]
