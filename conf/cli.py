@@ -52,7 +52,7 @@ def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
 
             task.__module__ = job  # Hydra names the job after the module; under ``python -m`` that is __main__
             with plainly(), exceptions_from_hydra():
-                sys.argv[1:] = checked_arguments(sys.argv[1:])
+                sys.argv[1:] = checked_arguments(spelled_out(sys.argv[1:], job))
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=PRIMARY)(task)()
 
         return main
@@ -63,8 +63,8 @@ def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
 def prepare(composed: DictConfig, job: str) -> Config:
     """The checked configuration of this job; what it leaves doubtful goes to the log."""
     if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-        if job != "train":
-            raise EyasError(f"{job}: runs in one process; only train runs in several")
+        if job not in ("train", "eval"):
+            raise EyasError(f"{job}: runs in one process; only train and eval run in several")
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise EyasError("--multirun: a sweep runs in one process; start its runs one by one for several")
     cfg, notes = resolve(composed, job, list(HydraConfig.get().overrides.task))
@@ -74,6 +74,25 @@ def prepare(composed: DictConfig, job: str) -> Config:
     for note in notes:
         log.warning(note)
     return cfg
+
+
+def spelled_out(arguments: Sequence[str], job: str) -> list[str]:
+    """The short forms of ``eval`` in full: ``prompts=``, ``eval.KEY=``, and (``export`` too) ``drafter=FOLDER``."""
+    if job not in ("eval", "export"):
+        return list(arguments)
+    choices = {path.stem for path in (CONF_DIR / "drafter").glob("*.yaml")}
+
+    def long(argument: str) -> str:
+        key, found, given = argument.partition("=")
+        if not found:
+            return argument
+        if key == "drafter" and given not in choices:
+            return f"drafter_path={given}"
+        if job == "eval" and key == "prompts":
+            return f"verify.prompts={given}"
+        return f"verify.{argument.removeprefix('eval.')}" if job == "eval" and key.startswith("eval.") else argument
+
+    return [long(argument) for argument in arguments]
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:

@@ -93,14 +93,34 @@ class TrackerConfig:
 
 @dataclass
 class VerifyConfig:
-    prompts: str | None = None  # JSON/JSONL of conversations or {turns: [...]}; null: the held-out conversations
-    max_prompts: int = 20
+    # MT-bench or Spec-Bench rows {turns: [...]}, conversations, or text with a prompt a line; null: the held-out
+    # conversations
+    prompts: str | None = None
+    max_prompts: int = 20  # taken evenly from the categories of the file, if it has any
     max_new_tokens: int = 64
-    gamma: int = 4  # chain length
+    stop: list[str] = field(default_factory=list)  # strings that end an answer
+    tree: str = "chain"  # chain | dynamic (EAGLE-2) | medusa | eagle1 (classic static trees) | a FILE of paths
+    gamma: int = 4  # levels of a chain or of a dynamic tree
+    branch: int = 10  # dynamic: nodes expanded at every level, and children of each
+    nodes: int = 60  # dynamic: drafted tokens of a tree
+    draws: str = "without_replacement"  # drafts at T > 0: without_replacement | with_replacement | top (the likeliest)
+    adaptive: bool = False  # fewer levels while little is accepted (moving average)
+    off_above: int | None = None  # no drafts while more sequences than this are decoded at a time
+    ngram_min: int = 2  # drafter_path=ngram: shortest and longest match
+    ngram_max: int = 4
+    rule: str = "lossless"  # lossless | typical (Medusa's; changes the output's distribution)
+    typical_eps: float = 0.09  # typical: a draft with p above this is always accepted
+    typical_delta: float = 0.3  # and one with p above delta * exp(-entropy)
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     top_k: int = 0  # 0: off
     top_p: float = 1.0
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # at every temperature
+    batch_sizes: list[int] = field(default_factory=lambda: [1])  # the first one gives the texts; the others are timed
     baseline: bool = True  # also time plain decoding
+    costs: bool = True  # measure what passes of every size cost here, and predict the speed-up of other trees
+    tune: bool = False  # choose the tree by that prediction, from texts of other prompts if there are any
+    tune_prompts: int = 8
 
 
 @dataclass
@@ -136,7 +156,9 @@ class Config:
     threads: int = 0  # CPU threads; 0: leave as is
     features: str = "store"  # store | online
     preview: int = 1  # documents shown before any work; python -m data writes them to preview.html too
-    drafter_path: str | None = None  # eval/export: a checkpoint or exported folder; null: this run's best
+    # eval/export: a run, checkpoint or exported folder; null: this run's best. eval also: ngram, model:TARGET (an
+    # independent draft model), or a list of these, to compare them
+    drafter_path: Any = None
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: dict[str, Any] = field(default_factory=dict)  # _target_ and options: the class signature is the schema
     data: DataConfig = field(default_factory=DataConfig)

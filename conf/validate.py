@@ -10,19 +10,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from conf import CONF_DIR
 from conf.explain import every_key, unknown
 from conf.options import check_drafter, check_strategy
 from conf.schema import Config
+from conf.values import drafters, expand, packaged, refuse, typed_keys, value
 from data.chats.rows import inputs_of
 from models.errors import EyasError
 
-PACKAGED = "eyas:"  # data files shipped with the package: eyas:quickstart/train.jsonl
-PACKAGED_DIR = CONF_DIR.parent / "data"
 RESERVED_NAMES = ("features", "sweeps")  # folders of outputs/ that are not runs
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -35,6 +32,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.duplicates": ("drop", "keep"),
     "data.decontaminate": ("warn", "drop", "keep"),
     "regenerate.cut": ("drop", "keep"),
+    "verify.draws": ("without_replacement", "with_replacement", "top"),
+    "verify.rule": ("lossless", "typical"),
     "store.dtype": ("bfloat16", "float32"),
     "optim.name": ("adamw", "muon"),
     "optim.schedule": ("cosine", "wsd", "constant"),
@@ -70,7 +69,13 @@ AT_LEAST: dict[str, int] = {
     "verify.max_prompts": 1,
     "verify.max_new_tokens": 1,
     "verify.gamma": 1,
+    "verify.branch": 1,
+    "verify.nodes": 1,
+    "verify.off_above": 0,
+    "verify.ngram_min": 1,
+    "verify.ngram_max": 1,
     "verify.top_k": 0,
+    "verify.tune_prompts": 1,
 }
 
 AT_MOST: dict[str, int] = {"seed": 2**32 - 1, "threads": 4096, "store.shard_mib": 1 << 20}
@@ -82,7 +87,6 @@ PATHS = (
     "store.dir",
     "export.dir",
     "verify.prompts",
-    "drafter_path",
     "regenerate.out",
     "train.init_from",
 )
@@ -107,18 +111,27 @@ RANGES: dict[str, Range] = {
     "regenerate.timeout": ABOVE_ZERO,
     "regenerate.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "verify.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "verify.min_p": SHARE,
+    "verify.repetition_penalty": ABOVE_ZERO,
+    "verify.typical_eps": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "verify.typical_delta": ABOVE_ZERO,
 }
 
 # A key typed by the user that another key makes void: (key, the other key is in force, what to do)
 Conflict = tuple[str, Callable[[Config], bool], str]
 CONFLICTS: tuple[Conflict, ...] = (
     ("train.epochs", lambda c: c.train.steps is not None, "train.steps is set too; give one (train.steps=null)"),
+    ("verify.tree", lambda c: c.verify.tune, "verify.tune chooses the tree; give one of them"),
     (
         "data.valid_fraction",
         lambda c: c.data.valid_path is not None,
         "data.valid_path is set too; give one (data.valid_path=null)",
     ),
 )
+TREES = ("chain", "dynamic", "medusa", "eagle1")  # anything else is a file
+LEVELLED = ("chain", "dynamic")
+NGRAM = ("ngram_min", "ngram_max")
+DRAFT_MODEL = "model:"
 SERVERS = ("model", "concurrency", "retries", "timeout", "api_key_env")
 UNUSED: tuple[Conflict, ...] = (
     ("optim.muon_lr", lambda c: c.optim.name != "muon", "optim.name is not muon"),
@@ -131,8 +144,19 @@ UNUSED: tuple[Conflict, ...] = (
     ("regenerate.batch_size", lambda c: c.regenerate.server is not None, "a server batches itself"),
     *((f"regenerate.{key}", lambda c: c.regenerate.server is None, "regenerate.server is not set") for key in SERVERS),
     ("regenerate.top_p", lambda c: c.regenerate.temperature == 0, "regenerate.temperature is 0 (greedy)"),
-    ("verify.top_k", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)"),
-    ("verify.top_p", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)"),
+    *(
+        (f"verify.{key}", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)")
+        for key in ("top_k", "top_p", "min_p", "draws")
+    ),
+    *(
+        (f"verify.{key}", lambda c: c.verify.tree != "dynamic", "verify.tree is not dynamic")
+        for key in ("branch", "nodes")
+    ),
+    ("verify.gamma", lambda c: c.verify.tree not in LEVELLED, "verify.tree has levels of its own"),
+    ("verify.typical_eps", lambda c: c.verify.rule != "typical", "verify.rule is not typical"),
+    ("verify.typical_delta", lambda c: c.verify.rule != "typical", "verify.rule is not typical"),
+    ("verify.tune_prompts", lambda c: not c.verify.tune, "verify.tune is off"),
+    *((f"verify.{key}", lambda c: "ngram" not in drafters(c), "drafter_path has no ngram") for key in NGRAM),
 )
 
 
@@ -156,6 +180,11 @@ def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tu
     validate(cfg, overrides)
     for key in PATHS:
         expand(cfg, key)
+    if cfg.verify.tree not in TREES:
+        expand(cfg, "verify.tree")
+    if isinstance(cfg.drafter_path, str | list):
+        home = [str(Path(e).expanduser()) if str(e).startswith("~") else e for e in drafters(cfg)]
+        cfg.drafter_path = home[0] if len(home) == 1 else home
     cfg.data.path = packaged("data.path", cfg.data.path)
     cfg.data.valid_path = packaged("data.valid_path", cfg.data.valid_path)
     cfg.verify.prompts = packaged("verify.prompts", cfg.verify.prompts)
@@ -196,7 +225,9 @@ def check_late_inputs(cfg: Config, job: str) -> None:
     """What is only read after hours of work must be there from the start."""
     needed = {"train.init_from": cfg.train.init_from} if job == "train" else {}
     if job in ("eval", "export"):
-        needed["drafter_path"] = cfg.drafter_path
+        check_drafters(cfg, job)
+    if job in ("train", "eval") and cfg.verify.tree not in TREES:
+        needed["verify.tree"] = cfg.verify.tree
     if job in ("train", "eval", "data"):
         needed["verify.prompts"] = cfg.verify.prompts
     if job in ("train", "eval") and cfg.data.supervise == "all" and cfg.verify.prompts is None:
@@ -204,6 +235,20 @@ def check_late_inputs(cfg: Config, job: str) -> None:
     for key, path in needed.items():
         if path is not None and not Path(path).exists():
             refuse(cfg, key, f"no such file or folder (looked in {Path.cwd()})")
+
+
+def check_drafters(cfg: Config, job: str) -> None:
+    """Every entry of ``drafter_path`` must be something to draft with, and differ from the others."""
+    found = drafters(cfg)
+    if cfg.drafter_path is not None and not (found and all(isinstance(entry, str) for entry in found)):
+        refuse(cfg, "drafter_path", "must be a folder, ngram, model:TARGET, or a list of these")
+    if len(set(found)) < len(found):
+        refuse(cfg, "drafter_path", "names the same drafter twice")
+    if job == "export" and (len(found) > 1 or any(e == "ngram" or e.startswith(DRAFT_MODEL) for e in found)):
+        refuse(cfg, "drafter_path", "one trained drafter is exported at a time")
+    for entry in found:
+        if entry != "ngram" and not entry.startswith(DRAFT_MODEL) and not Path(entry).exists():
+            raise EyasError(f"drafter_path={entry}: no such file or folder (looked in {Path.cwd()})")
 
 
 def check_outputs(cfg: Config, job: str) -> None:
@@ -278,6 +323,13 @@ def check_lists(cfg: Config) -> None:
         refuse(cfg, "optim.betas", "must be two numbers, each 0 or more and below 1")
     if not cfg.verify.temperatures or not all(0 <= t < math.inf for t in cfg.verify.temperatures):
         refuse(cfg, "verify.temperatures", "must be a list of temperatures, each 0 (greedy) or more")
+    if not cfg.verify.batch_sizes or min(cfg.verify.batch_sizes) < 1:
+        refuse(cfg, "verify.batch_sizes", "must be a list of numbers, each 1 or more")
+    for key in ("verify.temperatures", "verify.batch_sizes"):
+        if len(set(value(cfg, key))) < len(value(cfg, key)):
+            refuse(cfg, key, "holds a number twice")
+    if cfg.verify.ngram_min > cfg.verify.ngram_max:
+        refuse(cfg, "verify.ngram_min", f"must not be above verify.ngram_max={cfg.verify.ngram_max}")
     for key in ("data.path", "data.valid_path"):
         given = value(cfg, key)
         items = given if isinstance(given, list) else [given]
@@ -308,48 +360,9 @@ def notes(cfg: Config, overrides: Sequence[str]) -> list[str]:
             f"data.valid_path={cfg.data.valid_path} comes from the recipe, not from your data.path; "
             "data.valid_path=null holds out a part of your own data instead"
         )
-    if cfg.verify.gamma > cfg.train.depths:
+    if cfg.verify.gamma > cfg.train.depths and cfg.verify.tree in LEVELLED:
         found.append(
             f"verify.gamma={cfg.verify.gamma} drafts deeper than train.depths={cfg.train.depths}: "
             "the depths beyond are never trained"
         )
     return found
-
-
-def packaged(key: str, path: Any) -> Any:
-    """``eyas:quickstart/train.jsonl`` -> that file inside the installed package; lists item by item."""
-    if isinstance(path, list):
-        return [packaged(key, item) for item in path]
-    if isinstance(path, dict):
-        return path | {"path": packaged(key, path["path"])}
-    if not isinstance(path, str) or not path.startswith(PACKAGED):
-        return path
-    name = path.removeprefix(PACKAGED)
-    shipped = sorted(p.relative_to(PACKAGED_DIR).as_posix() for p in PACKAGED_DIR.rglob("*.jsonl"))
-    if name not in shipped:
-        raise EyasError(f"{key}={path}: no such packaged file; there are {', '.join(PACKAGED + s for s in shipped)}")
-    return str(PACKAGED_DIR / name)
-
-
-def typed_keys(overrides: Sequence[str]) -> set[str]:
-    """The keys named on the command line (``+key=``, ``~key`` and ``++key=`` included)."""
-    return {override.partition("=")[0].lstrip("+~") for override in overrides}
-
-
-def expand(cfg: Config, key: str) -> None:
-    """``~/x`` -> that path; shells leave the ``~`` of ``key=~/x`` alone."""
-    section, _, name = key.rpartition(".")
-    node = value(cfg, section) if section else cfg
-    if getattr(node, name) is not None:
-        setattr(node, name, str(Path(getattr(node, name)).expanduser()))
-
-
-def value(cfg: Config, key: str) -> Any:
-    node: Any = cfg
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
-
-
-def refuse(cfg: Config, key: str, reason: str) -> None:
-    raise EyasError(f"{key}={value(cfg, key)}: {reason}")

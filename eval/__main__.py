@@ -1,4 +1,4 @@
-"""``python -m eval conf=RECIPE [drafter_path=FOLDER] [verify.prompts=FILE]``: acceptance length and speed."""
+"""``python -m eval conf=RECIPE [drafter=FOLDER] [prompts=FILE]``: acceptance length and speed."""
 
 from conf.cli import entry
 from conf.schema import Config
@@ -6,9 +6,11 @@ from conf.schema import Config
 
 @entry("eval")
 def main(cfg: Config) -> float | None:
-    from eval.run import evaluate_run  # brings torch: --help and mistakes in the configuration need not wait for it
+    from eval.processes import launched  # these bring torch: --help and mistakes in the configuration need not wait
+    from eval.run import evaluate_run
 
-    tau: float | None = evaluate_run(cfg)["runs"][0]["acceptance"]["tau"]
+    with launched(cfg.device) as processes:
+        tau: float | None = evaluate_run(cfg, processes)["runs"][0]["acceptance"]["tau"]
     return tau
 
 

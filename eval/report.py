@@ -1,83 +1,125 @@
-"""What a measurement leaves behind: report.json, generations.jsonl and a table in the terminal.
+"""What a measurement leaves behind, besides a table in the terminal:
 
-report.json: definition (of tau), settings, and one entry of ``runs`` per temperature with
-  acceptance, uncut      eval.metrics.Acceptance of the headline rule and of the engines' counting
-  simulated              tau predicted on the same texts, the measured one in the same counting, their ratio - 1
-  speculative, plain     decoding speed (see eval.run.speed); speed_up = ratio of their tokens per second
-  cost                   c = seconds of one draft / seconds of one plain step, and the verification's cost likewise
-  same_as_plain          prompts whose output equals plain decoding's (T = 0), and the first differences
+generations.jsonl    a row for each answer: prompt and output tokens, and every verification pass
+plots/*.png          see eval.plots; only those that the report has numbers for
+report.html          tables, plots and texts in one file that needs nothing else (see eval.page)
+report.json          every number; eval/report.schema.json describes each field
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from data.look.statistics import encodable
+from eval.page import TokenText, page
+from eval.table import LOSSY, NONE, NOTE, columns, comparisons, ordered, predictions, sections, shape
+from eval.table import Table as Words
 from models.files import write_atomic
+from models.visible import visible
 
-REPORT, GENERATIONS = "report.json", "generations.jsonl"
+REPORT, GENERATIONS, PAGE, PLOTS_FOLDER = "report.json", "generations.jsonl", "report.html", "plots"
+ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+NAME_WIDTH, CELL_WIDTH = 25, 18  # of the big table's columns; what doesn't fit beside each other comes below
 
 
-def write_report(report: Mapping[str, Any], generations: Iterable[Mapping[str, Any]], folder: Path) -> Path:
-    """Write both files, the report last: where it is, the other is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(row, ensure_ascii=False) for row in generations)
-    write_atomic(folder / GENERATIONS, "".join(f"{line}\n" for line in lines))
-    write_atomic(folder / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
+def write_report(
+    report: Mapping[str, Any],
+    generations: Iterable[Mapping[str, Any]],
+    folder: Path,
+    token_text: TokenText | None = None,
+) -> Path:
+    """Write everything, report.json last: where it is, the rest is complete. Returns its path.
+
+    report, generations: as eval/report.schema.json and README.md describe them. token_text: the texts of the tokens of
+    a sequence, one each, that are its text when joined (see `eval.page.token_texts`); without it the page shows ids.
+    """
+    from eval.plots import PLOTS, plots  # matplotlib is slow to import
+
+    rows, pictures = list(generations), plots(report)
+    written: dict[str, bytes | str] = {
+        GENERATIONS: "".join(f"{json_line(row)}\n" for row in rows),
+        **{f"{PLOTS_FOLDER}/{plot.file}": plot.png for plot in pictures},
+        PAGE: page(report, rows, pictures, token_text),
+        REPORT: json.dumps(report, indent=1, allow_nan=False) + "\n",
+    }
+    (folder / PLOTS_FOLDER).mkdir(parents=True, exist_ok=True)
+    (folder / REPORT).unlink(missing_ok=True)  # an older one would vouch for a mixture of both
+    for file, _, _ in PLOTS:
+        if f"{PLOTS_FOLDER}/{file}" not in written:
+            (folder / PLOTS_FOLDER / file).unlink(missing_ok=True)
+    for name, content in written.items():
+        write_atomic(folder / name, content)
     return folder / REPORT
 
 
+def json_line(row: Mapping[str, Any]) -> str:
+    """JSON that reads as text, but one line to every reader of lines, and always encodable."""
+    return ESCAPED.sub(lambda c: f"\\u{ord(c[0]):04x}", json.dumps(row, ensure_ascii=False))
+
+
 def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """The tables of the report, as wide as the console allows."""
     console = console or Console()
-    settings = report["settings"]
-    table = Table(
-        title=f"acceptance: chain of {settings['gamma']}, {settings['prompts']} prompts", title_justify="left"
-    )
-    table.add_column("")
-    for run in report["runs"]:
-        table.add_column(f"T = {run['temperature']:g}", justify="right")
-    for name, cells in rows(report):
-        if any(cell != "-" for cell in cells):
-            table.add_row(name, *cells)
-    console.print(table)
-    console.print(report["definition"], style="dim")
+    settings, runs = report["settings"], ordered(report)
+    lossy = "" if settings["lossless"] else f", {LOSSY}: {settings['rule']}"
+    title = f"acceptance: {settings['target'] or 'target'}, {settings['prompts']} prompts{lossy}"
+    console.print(plain(title, console, "bold"))
+    for drafter in report["drafters"]:
+        console.print(plain(f"  {drafter['name']}: {shape(drafter)}", console))
+    beside = max((console.width - NAME_WIDTH) // CELL_WIDTH, 1)
+    if beside > len(report["drafters"]):  # all drafters of a temperature stay together
+        beside -= beside % len(report["drafters"])
+    for first in range(0, len(runs), beside):
+        console.print(big_table(runs[first : first + beside], console))
+    for words in (comparisons(report), predictions(report)):
+        if words.rows:
+            print_words(words, console)
+    for text in (report["definition"], NOTE):
+        console.print(plain(text, console, "dim"))
 
 
-def rows(report: Mapping[str, Any]) -> Iterable[tuple[str, list[str]]]:
-    """Lines of the table: a name and one cell per temperature."""
-    runs = report["runs"]
-
-    def line(name: str, *path: str, form: str = "{:.3f}") -> tuple[str, list[str]]:
-        return name, [cell(run, path, form) for run in runs]
-
-    yield "drafts", [run["drafts"] for run in runs]
-    yield line("tau", "acceptance", "tau")
-    yield line("  95% interval", "acceptance", "interval", form="{:.2f}")
-    yield line("  mean over prompts", "acceptance", "per_prompt_mean")
-    yield line("  uncut (engines)", "uncut", "tau")
-    yield line("rate per depth", "acceptance", "rate", form="{:.2f}")
-    yield line("  given the one before", "acceptance", "conditional", form="{:.2f}")
-    yield line("simulated tau", "simulated", "tau")
-    yield line("  against measured", "simulated", "difference", form="{:+.1%}")
-    yield line("passes", "acceptance", "passes", form="{:d}")
-    yield line("tokens/s", "speculative", "tokens_per_second", form="{:.1f}")
-    yield line("  plain", "plain", "tokens_per_second", form="{:.1f}")
-    yield line("  speed-up", "speed_up", form="{:.2f}x")
-    yield line("cost of one draft c", "cost", "draft", form="{:.3f}")
-    yield line("cost of verification", "cost", "verify", form="{:.2f}")
-    same = [run.get("same_as_plain") for run in runs]
-    yield "same as plain", [f"{found['identical']} of {found['prompts']}" if found else "-" for found in same]
+def big_table(runs: Sequence[Mapping[str, Any]], console: Console) -> Table:
+    """A column for each run, sections apart; rows without a value are left out."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=False)
+    table.add_column("", max_width=NAME_WIDTH + 5)
+    for column in columns(runs):
+        marked = "" if column.lossless else f"\n{LOSSY}"
+        heading = plain(f"{column.drafter}\n{column.temperature}{marked}", console, "bold")
+        table.add_column(heading, justify="right", overflow="fold")
+    for section in sections(runs):
+        table.add_row(Text(section.title, style="bold"), *[""] * len(runs))
+        for name, cells in section.lines:
+            table.add_row(plain(name, console), *(plain(cell, console) for cell in cells))
+        table.add_section()
+    return table
 
 
-def cell(run: Mapping[str, Any], path: tuple[str, ...], form: str) -> str:
-    value: Any = run
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if isinstance(value, list | tuple):
-        return " ".join("-" if item is None else form.format(item) for item in value)
-    return "-" if value is None else form.format(value)
+def print_words(words: Words, console: Console) -> None:
+    """A table where it fits; below that width the same as lines."""
+    widths = [max(map(len, column)) + 2 for column in zip(words.headings, *words.rows, strict=True)]
+    console.print(plain(words.title, console, "bold"))
+    if sum(widths) + 2 <= console.width:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+        for i, heading in enumerate(words.headings):
+            table.add_column(heading, justify="left" if i < words.words else "right")
+        for row in words.rows:
+            table.add_row(*(plain(cell, console) for cell in row))
+        console.print(table)
+        return
+    for row in words.rows:
+        told = [f"{heading} {cell}" for heading, cell in zip(words.headings, row, strict=True) if cell != NONE]
+        console.print(plain(f"  {'; '.join(told)}", console))
+
+
+def plain(text: str, console: Console, style: str = "") -> Text:
+    """Text of any origin: no markup in it counts, and the console's encoding can write it."""
+    return Text(encodable(visible(text), console.encoding), style=style)

@@ -29,7 +29,7 @@ class Text(NamedTuple):
 
 def can_simulate(sampling: Sampling) -> bool:
     """The objective knows the target's argmax and its distribution at T = 1, not those after other processors."""
-    return (sampling.greedy and not sampling.extra) or sampling.plain
+    return (sampling.greedy and not sampling.needs_context) or sampling.plain
 
 
 @torch.no_grad()

@@ -1,29 +1,31 @@
-"""Speculative decoding of one sequence: draft, verify in one pass, keep what the target would have written.
+"""Speculative decoding: draft, verify in one pass, keep what the target would have written.
 
-Invariant between passes: the target's cache holds every confirmed token but the last (the root), and the proposer
-holds the true features of the same positions. A pass feeds the root and the draft tree; afterwards the cache keeps
-the root and the accepted path only.
+Several sequences at a time, each in a slot and at a length of its own; a new one takes the slot of one that ended.
+Invariant between passes: the target's cache holds every confirmed token of a sequence but the last (the root), and the
+proposer was given the true states of the same positions. A pass feeds every sequence's root and draft tree in one
+forward; afterwards the cache keeps the root and the accepted path only.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from eval.accept import Accepted, accept_greedy, accept_sampled
+from eval.accept import Accepted, Rule, accept
 from eval.metrics import Round
 from eval.proposers import Proposer
 from eval.sampling import Sampling, draw
 from eval.tree import DraftTree
+from models.blocks import Block, States
 from models.errors import EyasError
-from models.target import Features, Target
+from models.target import Target
 
 UNLIMITED = 1 << 30
 
@@ -41,12 +43,13 @@ class Limits:
 
 @dataclass
 class Seconds:
-    """Wall time of one sequence: prefill, and of the passes: drafting (commits included), the target, the rest."""
+    """Wall time of a run: prefills, and of the passes: drafting, the target's forwards, the rest."""
 
     prefill: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
     other: float = 0.0
+    passes: int = 0  # forwards of the target, whatever the number of sequences in them
 
     @property
     def decode(self) -> float:
@@ -55,58 +58,159 @@ class Seconds:
 
 @dataclass
 class Generation:
-    """tokens: the output, first the one that prefill gave; finish: eos | length | context | stop."""
+    """tokens: the output, first the one that prefill gave; finish: eos | length | context | stop. first_token: seconds
+    of the prefill; latency: seconds from the first token to the last."""
 
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
     rounds: list[Round] = field(default_factory=list)
-    seconds: Seconds = field(default_factory=Seconds)
+    first_token: float = 0.0
+    latency: float = 0.0
+
+
+@dataclass
+class Request:
+    """A prompt to continue. ``uniform`` in [0, 1) is the only source of randomness of its sequence, so that what
+    becomes of it does not depend on its company. about: whatever the caller wants to know it by."""
+
+    prompt: Sequence[int]
+    uniform: Callable[[], float] = random.random
+    about: Any = None
 
 
 class Decoder(NamedTuple):
-    """What stays the same from prompt to prompt. ``uniform`` in [0, 1) is the only source of randomness."""
+    """What stays the same from prompt to prompt."""
 
     target: Target
     sampling: Sampling
     limits: Limits
-    uniform: Callable[[], float] = random.random
+    rule: Rule = Rule()
 
 
-@torch.inference_mode()
-def generate(decoder: Decoder, proposer: Proposer, prompt: Sequence[int]) -> Generation:
-    """Decode one prompt. The output (T = 0) or its distribution (T > 0) is the target's own, whatever the proposer.
+def generate(
+    decoder: Decoder, proposer: Proposer, prompt: Sequence[int], uniform: Callable[[], float] = random.random
+) -> Generation:
+    """Decode one prompt; see :func:`generate_all`."""
+    found: list[Generation] = []
+    generate_all(decoder, proposer, deque([Request(prompt, uniform)]), done=lambda _, out: found.append(out))
+    return found[0]
 
-    Raises EyasError for an empty prompt and for one that fills the target's context.
+
+def generate_all(
+    decoder: Decoder,
+    proposer: Proposer,
+    requests: deque[Request],
+    slots: int = 1,
+    *,
+    done: Callable[[Request, Generation], None],
+) -> Seconds:
+    """Decode the requests, up to ``slots`` at a time; ``done`` is told of each that ends, and may add new ones.
+
+    Every output (T = 0) or its distribution (T > 0) is the target's own, whatever the proposer and the other
+    sequences. Raises EyasError for an empty prompt and for one that fills the target's context.
     """
-    target, limits = decoder.target, decoder.limits
-    room = room_for(prompt, limits)
-    out, clock = Generation(), Clock(target)
-    cache = target.new_cache()
-    logits, features = prefill(target, prompt, cache)
-    tokens = [choose(decoder, logits, prompt)]
-    keep(out, tokens, decoder, room)
-    clock.lap(out.seconds, "prefill")
-    if not out.finish:
-        proposer.begin(prompt)
-        proposer.commit(features, [*prompt[1:], *tokens])
-        clock.lap(out.seconds, "prefill")
-    while not out.finish:
-        ids = [*prompt, *out.tokens]
-        # The deepest node stays inside the context: one place is left for the token that the pass itself adds.
-        tree = proposer.propose(depth_limit(room, out))
-        clock.lap(out.seconds, "draft")
-        logits, features = verify(target, ids[-1], tree, cache, past=len(ids) - 1)
-        clock.lap(out.seconds, "verify")
-        path, tokens = judge(decoder, tree, logits, ids)
-        kept = keep(out, tokens, decoder, room)
-        out.rounds.append(Round(tree.depth, len(path), kept))
-        if not out.finish:
-            target.rollback(cache, len(ids), [len(ids) + node for node in path])  # the root, then the accepted path
-            clock.lap(out.seconds, "other")
-            proposer.commit(rows(features, [0, *(node + 1 for node in path)]), tokens)
-            clock.lap(out.seconds, "draft")
-        clock.lap(out.seconds, "other")
-    return out
+    return Loop(decoder, proposer, slots, done).run(requests)
+
+
+@dataclass
+class Active:
+    """A sequence being decoded. room: new tokens that the context leaves, None without a limit."""
+
+    request: Request
+    room: int | None
+    out: Generation = field(default_factory=Generation)
+    started: float = 0.0
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.request.prompt, *self.out.tokens]
+
+    @property
+    def limit(self) -> int:
+        """Levels the next tree may have: its deepest node stays inside the context, and one place is left for the
+        token that the pass adds. max_new_tokens doesn't narrow it: a pass that overshoots is cut, so that the passes
+        before the end are like all others, as they are in serving engines."""
+        return UNLIMITED if self.room is None else self.room - len(self.out.tokens) - 1
+
+
+class Loop:
+    """The state of :func:`generate_all`: ``active[slot]`` is the sequence in that slot of cache and proposer."""
+
+    def __init__(
+        self, decoder: Decoder, proposer: Proposer, slots: int, done: Callable[[Request, Generation], None]
+    ) -> None:
+        self.decoder, self.proposer, self.slots, self.done = decoder, proposer, slots, done
+        self.cache = decoder.target.new_cache(slots)
+        self.active: list[Active] = []
+        self.seconds = Seconds()
+        self.clock = Clock(decoder.target, self.seconds)
+
+    @torch.inference_mode()
+    def run(self, requests: deque[Request]) -> Seconds:
+        while requests or self.active:
+            while requests and len(self.active) < self.slots:
+                self.admit(requests.popleft())
+            if self.active:
+                self.one_pass()
+        return self.seconds
+
+    def admit(self, request: Request) -> None:
+        """Read a prompt into the next free slot, and take its first token."""
+        decoder, slot, prompt = self.decoder, len(self.active), request.prompt
+        one = Active(request, room_for(prompt, decoder.limits))
+        started = self.clock.last
+        self.cache.reset(slot)
+        ids = torch.tensor(list(prompt), dtype=torch.int64, device=decoder.target.device)
+        logits, states = decoder.target.step([Block(ids)], self.cache, first=slot, last_only=True)
+        self.cache.keep(slot, range(len(prompt)))
+        tokens = [choose(decoder, logits[0], prompt, request.uniform)]
+        keep(one.out, tokens, decoder, one.room)
+        self.clock.lap("prefill")
+        one.started, one.out.first_token = self.clock.last, self.clock.last - started
+        if one.out.finish:
+            self.done(request, one.out)
+            self.clock.skip()
+            return
+        self.active.append(one)
+        self.proposer.begin(slot, prompt, request.uniform)
+        self.proposer.commit(slot, states, [*prompt[1:], *tokens])
+        self.clock.lap("prefill")
+
+    def one_pass(self) -> None:
+        """Draft for every sequence, verify all drafts in one forward, keep what is accepted."""
+        trees = self.proposer.propose([one.limit for one in self.active])
+        self.clock.lap("draft")
+        blocks = [tree.block(one.out.tokens[-1]) for tree, one in zip(trees, self.active, strict=True)]
+        logits, states = self.decoder.target.step(blocks, self.cache)
+        self.seconds.passes += 1
+        self.clock.lap("verify")
+        verdicts = judge_all(self.decoder, trees, logits, self.active)
+        start = 0
+        for slot, (one, tree, accepted) in enumerate(zip(self.active, trees, verdicts, strict=True)):
+            nodes = [0, *(node + 1 for node in accepted.path)]  # the root, then the accepted path
+            kept = keep(one.out, accepted.tokens, self.decoder, one.room)
+            one.out.rounds.append(round_of(tree, accepted, kept))
+            if not one.out.finish:
+                self.cache.keep(slot, nodes)
+                self.proposer.commit(slot, some_states(states, start, nodes), accepted.tokens)
+            start += 1 + len(tree)
+        self.clock.lap("other")
+        for slot in reversed(range(len(self.active))):
+            if self.active[slot].out.finish:
+                self.leave(slot)
+
+    def leave(self, slot: int) -> None:
+        """Take a finished sequence out; the last one moves into its slot."""
+        one, last = self.active[slot], len(self.active) - 1
+        one.out.latency = self.clock.last - one.started
+        if slot < last:
+            self.cache.move(last, slot)
+            self.proposer.move(last, slot)
+            self.active[slot] = self.active[last]
+        self.active.pop()
+        self.clock.lap("other")
+        self.done(one.request, one.out)
+        self.clock.skip()
 
 
 def room_for(prompt: Sequence[int], limits: Limits) -> int | None:
@@ -120,48 +224,34 @@ def room_for(prompt: Sequence[int], limits: Limits) -> int | None:
     return None if limits.context is None else limits.context - len(prompt)
 
 
-def depth_limit(room: int | None, out: Generation) -> int:
-    """Levels the next tree may have. max_new_tokens doesn't narrow it: a pass that overshoots is cut, so that the
-    passes before the end are like all others, as they are in serving engines."""
-    return UNLIMITED if room is None else room - len(out.tokens) - 1
+def round_of(tree: DraftTree, accepted: Accepted, kept: int) -> Round:
+    return Round(tree.depth, len(accepted.path), kept, tuple(tree.tokens.tolist()), tree.parents, tuple(accepted.path))
 
 
-def prefill(target: Target, prompt: Sequence[int], cache: Cache) -> tuple[Tensor, Features]:
-    """Fill the cache with the prompt: logits [V] after it and the features of its tokens."""
-    ids = torch.tensor(list(prompt), dtype=torch.int64, device=target.device)
-    logits, features = target.step(ids, torch.arange(len(prompt), device=target.device), cache, keep=1)
-    return logits[-1], features
+def some_states(states: States, start: int, nodes: Sequence[int]) -> States:
+    """States of some tokens of a sequence whose rows begin at ``start``; a view where they lead it, as on chains."""
+    if nodes[-1] == len(nodes) - 1:
+        return States(*(column[start : start + len(nodes)] for column in states))
+    return States(*(column[[start + node for node in nodes]] for column in states))
 
 
-def verify(target: Target, root: int, tree: DraftTree, cache: Cache, *, past: int) -> tuple[Tensor, Features]:
-    """One verification pass: logits [1 + N, V] after the root and each node, and their features."""
-    first = torch.tensor([root], dtype=torch.int64, device=target.device)
-    ids = torch.cat([first, tree.tokens.to(target.device)])
-    mask = None if tree.is_chain else tree.attention_mask(past).to(target.device)  # a chain is plainly causal
-    return target.step(ids, tree.positions(past).to(target.device), cache, mask)
-
-
-def choose(decoder: Decoder, logits: Tensor, context: Sequence[int]) -> int:
+def choose(decoder: Decoder, logits: Tensor, context: Sequence[int], uniform: Callable[[], float]) -> int:
     """One token of plain decoding after ``context``."""
     if decoder.sampling.greedy:
         return int(decoder.sampling.argmax(logits, context))
-    return int(draw(decoder.sampling.probs(logits, context), decoder.uniform()))
+    return int(draw(decoder.sampling.probs(logits, context), uniform()))
 
 
-def judge(decoder: Decoder, tree: DraftTree, logits: Tensor, ids: list[int]) -> Accepted:
-    """Apply the acceptance rule to a verified tree; ``ids`` are the confirmed tokens."""
-    sampling = decoder.sampling
-    drafted: list[int] = tree.tokens.tolist() if sampling.extra else []
-
-    def context(node: int) -> list[int]:
-        return [*ids, *(drafted[n] for n in tree.path(node))] if sampling.extra else ids
-
-    if not sampling.greedy:
-        return accept_sampled(tree, lambda node: sampling.probs(logits[node + 1], context(node)), decoder.uniform)
-    if sampling.extra:
-        return accept_greedy(tree, lambda node: int(sampling.argmax(logits[node + 1], context(node))))
-    best: list[int] = logits.argmax(-1).tolist()
-    return accept_greedy(tree, lambda node: best[node + 1])
+def judge_all(decoder: Decoder, trees: Sequence[DraftTree], logits: Tensor, active: Sequence[Active]) -> list[Accepted]:
+    """Apply the acceptance rule to verified trees; ``logits`` of all roots and nodes, the sequences back to back."""
+    sampling, verdicts, start = decoder.sampling, list[Accepted](), 0
+    best = logits.argmax(-1).tolist() if sampling.greedy and not sampling.needs_context else None
+    for tree, one in zip(trees, active, strict=True):
+        own = slice(start, start + 1 + len(tree))
+        argmax = None if best is None else best[own]
+        verdicts.append(accept(decoder.rule, sampling, tree, logits[own], one.ids, one.request.uniform, argmax))
+        start = own.stop
+    return verdicts
 
 
 def keep(out: Generation, tokens: Sequence[int], decoder: Decoder, room: int | None) -> int:
@@ -199,18 +289,11 @@ def text_of(target: Target, tokens: Sequence[int]) -> str:
     return str(target.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-def rows(features: Features, wanted: list[int]) -> Features:
-    """Features of some tokens of a pass; a view where they lead it, as on every chain."""
-    if wanted == list(range(len(wanted))):
-        return Features(*(column[: len(wanted)] for column in features))
-    return Features(*(column[wanted] for column in features))
-
-
 class Clock:
     """Adds the time since the last lap to one of the Seconds."""
 
-    def __init__(self, target: Target) -> None:
-        self.device = torch.device(target.device)
+    def __init__(self, target: Target, seconds: Seconds) -> None:
+        self.device, self.seconds = torch.device(target.device), seconds
         self.last = self.now()
 
     def now(self) -> float:
@@ -218,7 +301,11 @@ class Clock:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def lap(self, seconds: Seconds, phase: str) -> None:
+    def skip(self) -> None:
+        """What happened since the last lap counts nowhere."""
+        self.last = self.now()
+
+    def lap(self, phase: str) -> None:
         now = self.now()
-        setattr(seconds, phase, getattr(seconds, phase) + now - self.last)
+        setattr(self.seconds, phase, getattr(self.seconds, phase) + now - self.last)
         self.last = now

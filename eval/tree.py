@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from models.blocks import Block
 
 ROOT = -1
 
@@ -99,16 +102,38 @@ class DraftTree:
             node = self.parents[node]
         return path[::-1]
 
-    def positions(self, root: int) -> Tensor:
-        """Position ids [1 + N] of the root and the nodes: a node's depth counts, not its place in the list."""
-        return torch.tensor([root, *(root + 1 + d for d in self.depths)], device=self.tokens.device)
+    def only(self, nodes: Sequence[int]) -> DraftTree:
+        """The tree of these nodes (ascending), which hold the parent of each."""
+        if len(nodes) == len(self):
+            return self
+        number = {ROOT: ROOT, **{node: i for i, node in enumerate(nodes)}}
+        return DraftTree(
+            self.tokens[list(nodes)],
+            tuple(number[self.parents[node]] for node in nodes),
+            tuple(self.drawn[node] for node in nodes),
+            self.q,
+            tuple(self.q_row[node] for node in nodes) if self.q_row else (),
+        )
 
-    def attention_mask(self, past: int) -> Tensor:
-        """[1 + N, past + 1 + N] bool: root and nodes see the cache, the root, their ancestors and themselves."""
-        size = len(self) + 1
-        seen = torch.zeros(size, size, dtype=torch.bool)
-        seen[:, 0] = True
-        for node, parent in enumerate(self.parents):
-            seen[node + 1] |= seen[parent + 1]
-            seen[node + 1, node + 1] = True
-        return torch.cat([torch.ones(size, past, dtype=torch.bool), seen], 1).to(self.tokens.device)
+    def block(self, root: int) -> Block:
+        """What a verification pass reads: the last confirmed token ``root``, then the nodes.
+
+        A node's position follows from its depth, not from its place in the list; it sees the root, its ancestors and
+        itself.
+        """
+        first = torch.tensor([root], dtype=torch.int64, device=self.tokens.device)
+        tokens = torch.cat([first, self.tokens])
+        if self.is_chain:
+            return Block(tokens)
+        return Block(tokens, [0, *(1 + depth for depth in self.depths)], lineages(self.parents))
+
+
+@lru_cache(maxsize=32)  # a static tree has the same parents in every pass
+def lineages(parents: tuple[int, ...]) -> Tensor:
+    """[1 + N, 1 + N] bool on the host: root and nodes see the root, their ancestors and themselves. Not to be changed:
+    it is shared."""
+    seen = np.eye(1 + len(parents), dtype=np.bool_)
+    seen[:, 0] = True
+    for node, parent in enumerate(parents, 1):
+        seen[node] |= seen[parent + 1]
+    return torch.from_numpy(seen)

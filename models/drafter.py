@@ -7,7 +7,7 @@ outside models/ ever names a method.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,24 +22,37 @@ from models.vocab import DraftVocab
 
 
 class DraftSession(Protocol):
-    """Incremental drafting for one sequence, on the same weights and the same index rule as ``unroll``.
+    """Incremental drafting for several sequences, on the same weights and the same index rule as ``unroll``.
 
-    The session holds the confirmed slots (true features) and a scratch tail of drafted nodes.
+    Every *slot* holds one sequence: its confirmed slots of the index rule (true features), and behind them a scratch
+    tail of drafted nodes, numbered in the order of expansion.
     """
 
-    def extend(self, taps: Tensor, final: Tensor, next_ids: Tensor) -> Tensor:
-        """Confirm n more slots and drop the scratch tail.
+    def reset(self, slot: int, first_token: int) -> None:
+        """Forget a sequence; ``first_token`` is x[0] of the one that begins."""
+        ...
 
-        taps [n, A*H] and final [n, H] are the target's true features of positions p .. p+n-1, next_ids [n]
-        the tokens x[p+1] .. x[p+n]. Returns the depth-0 draft logits of the last slot, [Vd].
+    def move(self, source: int, to: int) -> None:
+        """Put a sequence into another slot, whose own is lost."""
+        ...
+
+    def extend(
+        self, slots: Sequence[int], counts: Sequence[int], taps: Tensor, final: Tensor, next_ids: Tensor
+    ) -> Tensor:
+        """Confirm counts[i] more positions of the sequence in slots[i] (ascending), and drop its scratch tail.
+
+        taps [N, A*H] and final [N, H] are the target's true states of positions p .. p+n-1 of each sequence,
+        next_ids [N] the tokens x[p+1] .. x[p+n], the sequences back to back. Returns the depth-0 draft logits of
+        each sequence's last position, [len(slots), Vd].
         """
         ...
 
-    def expand(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        """Draft one depth further: node i continues ``parents[i]`` (-1 = the last confirmed slot, otherwise
-        the number of an earlier node in order of expansion) with the drafted token ``tokens[i]``.
+    def expand(self, slots: Sequence[int], parents: Tensor, tokens: Tensor, depth: int) -> Tensor:
+        """Draft one depth further: node i of the sequence in slots[i] (ascending) continues its node ``parents[i]``
+        (-1 = the last confirmed position) with the drafted token ``tokens[i]``.
 
-        All nodes of one call have the same depth. Returns logits [n, Vd] for the token after each node.
+        All nodes of one call have the same depth: 1 in the first after ``extend``, then 2, ... Returns logits [n, Vd]
+        for the token after each node.
         """
         ...
 
@@ -83,8 +96,18 @@ class Drafter(nn.Module, ABC):
         """The draft head's weight [Vd, H]."""
 
     @abstractmethod
-    def session(self, frozen: FrozenTarget) -> DraftSession:
-        """A fresh incremental drafting session for one sequence."""
+    def session(self, frozen: FrozenTarget, slots: int = 1) -> DraftSession:
+        """A fresh incremental drafting session for so many sequences at a time."""
+
+    @property
+    def max_depth(self) -> int | None:
+        """Levels that a draft can have; None: any number."""
+        return None
+
+    @property
+    def max_positions(self) -> int | None:
+        """Length of text that the drafter's positions were made for; None: any."""
+        return None
 
     @abstractmethod
     def architecture(self) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from models.attention import Spans, ttt_attention
 from models.batch import Batch, Slots
+from models.draft_session import LayerSession, Rows
 from models.drafter import Drafter
 from models.eagle3_serving import eagle3_config, read_eagle3
 from models.errors import EyasError
@@ -300,8 +300,12 @@ class Eagle3Drafter(Drafter):
 
     # --- drafting and serving ---
 
-    def session(self, frozen: FrozenTarget) -> Eagle3Session:
-        return Eagle3Session(self, frozen)
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    def session(self, frozen: FrozenTarget, slots: int = 1) -> Eagle3Session:
+        return Eagle3Session(self, frozen, slots)
 
     def serving(self, frozen: FrozenTarget) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
@@ -319,72 +323,29 @@ class Eagle3Drafter(Drafter):
         return drafter
 
 
-class Eagle3Session:
-    """Incremental drafting for one sequence (see models/drafter.py); same index rule, one row at a time.
+class Eagle3Session(LayerSession):
+    """Incremental drafting (see models/drafter.py): the index rule of ``unroll``, one depth of all slots at a time."""
 
-    Buffers hold the keys and values of the confirmed slots, followed by those of the drafted nodes.
-    """
-
-    def __init__(self, drafter: Eagle3Drafter, frozen: FrozenTarget) -> None:
+    def __init__(self, drafter: Eagle3Drafter, frozen: FrozenTarget, slots: int = 1) -> None:
+        config = drafter.config
+        super().__init__(drafter.fc.weight, slots, config.hidden_size, config.num_key_value_heads, config.head_dim)
         self.drafter, self.frozen = drafter, frozen
-        self.confirmed = 0
-        weight = drafter.fc.weight
-        shape = (256, drafter.config.num_key_value_heads, drafter.config.head_dim)
-        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
-        self.root = weight.new_zeros(1, drafter.config.hidden_size)
-        self._drop_tail()
 
-    def _drop_tail(self) -> None:
-        self.states = self.root[:0]
-        self.lineage = torch.zeros(0, 0, dtype=torch.bool, device=self.root.device)
-        self.depths: list[int] = []
+    def feature(self, taps: Tensor, final: Tensor) -> Tensor:
+        return self.drafter.fuse(taps)
 
-    @torch.no_grad()
-    def extend(self, taps: Tensor, final: Tensor, next_ids: Tensor) -> Tensor:
-        drafter, layer = self.drafter, self.drafter.midlayer
-        start, stop = self.confirmed, self.confirmed + next_ids.shape[0]
-        positions = torch.arange(start, stop, device=next_ids.device)
-        feature = drafter.fuse(taps)
-        inputs = layer.inputs(self.frozen.embed(next_ids).to(drafter.dtype), feature)
-        self._write(start, *drafter.keys_values(inputs, positions))
-        self.confirmed = stop
-        query = drafter.queries(inputs[-1:], positions[-1:])
-        self.root = layer.finish(feature[-1:], self._attend(query, stop, None))
-        self._drop_tail()
-        logits: Tensor = drafter.lm_head(drafter.norm(self.root))
-        return logits[0]
+    def next_feature(self, states: Tensor) -> Tensor:
+        return self.drafter.next_feature(states)
 
-    @torch.no_grad()
-    def expand(self, parents: Tensor, tokens: Tensor) -> Tensor:
-        drafter, layer = self.drafter, self.drafter.midlayer
-        nodes, new = len(self.depths), tokens.shape[0]
-        depth = 1 if not nodes or int(parents[0]) < 0 else self.depths[int(parents[0])] + 1
-        feature = drafter.next_feature(torch.cat([self.states, self.root])[parents])  # -1 is the root
+    def read(self, feature: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
+        drafter, layer, attn = self.drafter, self.drafter.midlayer, self.drafter.midlayer.self_attn
         inputs = layer.inputs(self.frozen.embed(tokens).to(drafter.dtype), feature)
-        positions = torch.full_like(tokens, self.confirmed - 1 + depth)
-        self._write(self.confirmed + nodes, *drafter.keys_values(inputs, positions))
-        grown = torch.zeros(nodes + new, nodes + new, dtype=torch.bool, device=tokens.device)
-        grown[:nodes, :nodes] = self.lineage
-        if depth > 1:
-            grown[nodes:, :nodes] = self.lineage[parents]
-        grown[nodes:, nodes:] = torch.eye(new, dtype=torch.bool, device=tokens.device)
-        mask = F.pad(grown[nodes:], (self.confirmed, 0), value=True)
-        mixed = self._attend(drafter.queries(inputs, positions), self.confirmed + nodes + new, mask)
-        state = layer.finish(feature, mixed)
-        self.lineage, self.states = grown, torch.cat([self.states, state])
-        self.depths += [depth] * new
-        logits: Tensor = drafter.lm_head(drafter.norm(state))
-        return logits
+        cos, sin = (t[0] for t in drafter.rotary(inputs, rows.positions[None]))
+        rows.write(apply_rope(attn.split(attn.k_proj(inputs)), cos, sin), attn.split(attn.v_proj(inputs)))
+        asked = rows.asked
+        query = apply_rope(attn.split(attn.q_proj(inputs[asked])), cos[asked], sin[asked])
+        return layer.finish(feature[asked], rows.attend(query))
 
-    def _write(self, start: int, keys: Tensor, values: Tensor) -> None:
-        stop = start + keys.shape[0]
-        if stop > self.keys.shape[0]:
-            room = (0, 0, 0, 0, 0, max(stop, 2 * self.keys.shape[0]) - self.keys.shape[0])
-            self.keys, self.values = F.pad(self.keys, room), F.pad(self.values, room)
-        self.keys[start:stop], self.values[start:stop] = keys, values
-
-    def _attend(self, query: Tensor, stop: int, mask: Tensor | None) -> Tensor:
-        """query [n, nq, D] over the first ``stop`` keys; mask [n, stop] bool -> [n, nq, D]."""
-        keys, values = (t[:stop].transpose(0, 1)[None] for t in (self.keys, self.values))
-        out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, attn_mask=mask, enable_gqa=True)
-        return out[0].transpose(0, 1)
+    def logits(self, states: Tensor) -> Tensor:
+        out: Tensor = self.drafter.lm_head(self.drafter.norm(states))
+        return out

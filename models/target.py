@@ -6,6 +6,7 @@ output; id L is the state leaving the last layer, before the final norm.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicCache
 
+from models.blocks import Block, States, lay_out, side_by_side
 from models.errors import EyasError
 from models.frozen import FrozenTarget, cap_logits, linear_f32
+from models.kv_cache import KVCache
 from models.load_frozen import (
     DTYPES,
     LAYERS,
@@ -150,6 +152,12 @@ class Target:
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
 
+    def tapped(self, taps: Sequence[int]) -> Target:
+        """The same model (shared, not copied) with other taps."""
+        other = copy.copy(self)
+        other.tap_ids = check_taps(taps, self.num_layers)
+        return other
+
     def trainable_parameters(self) -> int:
         """Number of trainable parameters: 0, for the log."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -197,56 +205,36 @@ class Target:
 
     @torch.no_grad()
     def step(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        cache: Cache,
-        attention_mask: Tensor | None = None,
-        keep: int | None = None,
-    ) -> tuple[Tensor, Features]:
-        """Read n more tokens of one sequence: logits [n, V] float32 and their features; ``cache`` grows by n.
+        self, blocks: Sequence[Block], cache: KVCache, first: int = 0, *, last_only: bool = False
+    ) -> tuple[Tensor, States]:
+        """Read a block of tokens more in each of the slots first, first + 1, ...: what a verification pass does.
 
-        ids [n], positions [n]. attention_mask [n, past + n] bool, true where a token (row) may look: for draft trees,
-        whose tokens are not a chain. The past tokens are at positions 0 .. past-1. keep: return only the logits of the
-        last ``keep`` tokens (for long prompts).
+        Returns logits [n, V] float32 and states of all tokens, the blocks back to back; ``last_only``: logits of each
+        block's last token only, [B, V] (for prompts). The tokens are pending then: see :meth:`KVCache.keep`.
         """
-        self._check_ids(ids)
-        past = int(cache.get_seq_length())
-        ids, positions = ids.to(self.device, torch.int64), positions.to(self.device, torch.int64)
-        extra: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "position_ids": positions[None]}
-        if attention_mask is not None:
-            extra["attention_mask"] = self._tree_mask(attention_mask.to(self.device), positions, past)
-        taps, final = (state[0] for state in self._forward(ids[None], **extra))
-        if keep is not None and keep < ids.numel():
-            return self._logits(final[ids.numel() - keep :]), Features(taps, final, *self._score(final))
-        logits = self._logits(final)
-        return logits, Features(taps, final, logits.logsumexp(-1), logits.argmax(-1))
+        for block in blocks:
+            if not block.tokens.is_cuda:  # drafted ones come from a draft vocabulary; looking would wait for the device
+                self._check_ids(block.tokens)
+        laid = lay_out(blocks, cache, first, self.device)
+        extra: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "position_ids": laid.positions}
+        if laid.allowed is not None:
+            extra["attention_mask"] = self._mask(laid.allowed, laid.positions, laid.keys)
+        taps, final = (side_by_side(state, laid.sizes) for state in self._forward(laid.ids, **extra))
+        scored = final
+        if last_only:
+            scored = final[torch.tensor(laid.sizes, device=final.device).cumsum(0) - 1]
+        return self._logits(scored), States(taps, final)
 
-    def new_cache(self) -> Cache:
-        """An empty KV cache that can be rolled back."""
+    def new_cache(self, slots: int = 1) -> KVCache:
+        """An empty KV cache for so many sequences at a time, which can be rolled back."""
         if getattr(self.model, "_is_stateful", False):
             raise EyasError(f"target.path={self.folder}: its recurrent layers keep no history to roll back to")
-        # Without the config every layer keeps all keys, also sliding-window ones: those could not be rolled back.
-        return DynamicCache()
-
-    @staticmethod
-    def rollback(cache: Cache, length: int, then: Sequence[int] = ()) -> None:
-        """Keep the first ``length`` tokens of a cache and, after them, those at the indices ``then``.
-
-        ``then`` is the accepted path of a draft tree, ascending, each index >= length.
-        """
-        have = int(cache.get_seq_length())
-        if not 0 <= length <= have or any(not length <= i < have for i in then):
-            raise ValueError(f"rollback to {length} tokens, then {list(then)}, of a cache of {have}")
-        if not then or list(then) == list(range(length, length + len(then))):
-            drop = have - length - len(then)
-            if drop:
-                cache.crop(-drop)
-            return
-        layers: list[Any] = cache.layers
-        for layer in layers:
-            index = torch.tensor([*range(length), *then], device=layer.keys.device)
-            layer.keys, layer.values = layer.keys[..., index, :], layer.values[..., index, :]
+        if slots > 1 and self._rope_type in LENGTH_DEPENDENT_ROPE:
+            raise EyasError(
+                f"verify.batch_sizes: {self._rope_type} RoPE of target.path={self.folder} turns with the longest "
+                "sequence of a batch; only 1 at a time gives every sequence its own result"
+            )
+        return KVCache(slots)
 
     def _forward(self, input_ids: Tensor, **extra: Any) -> tuple[Tensor, Tensor]:
         """Taps [B, n, A*H] and final states [B, n, H] of ids [B, n]."""
@@ -298,26 +286,27 @@ class Target:
             top1.append(cap_logits(raw.to(self.dtype).float(), self.scale, self.softcap).argmax(-1))
         return torch.cat(lse), torch.cat(top1)
 
-    def _tree_mask(self, allowed: Tensor, positions: Tensor, past: int) -> Tensor | dict[str, Tensor]:
-        """The additive mask [1, 1, n, past + n] in the form this architecture takes, sliding windows included."""
-        if allowed.shape != (positions.numel(), past + positions.numel()):
-            raise ValueError(f"attention_mask {tuple(allowed.shape)} for {positions.numel()} tokens after {past}")
+    def _mask(self, allowed: Tensor, positions: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+        """allowed [B, n, K] as an additive mask [B, 1, n, K] in the form this architecture takes, sliding windows
+        included; positions [B, n] of the tokens, keys [B, K] of what they look at."""
 
         def additive(mask: Tensor) -> Tensor:
             bias = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device)
-            return bias.masked_fill(~mask, torch.finfo(self.dtype).min)[None, None]
+            return bias.masked_fill_(~mask, torch.finfo(self.dtype).min)[:, None]
 
         window: int | None = getattr(self.config, "sliding_window", None)
         uniform = ["sliding_attention" if window else "full_attention"]
         kinds = set(getattr(self.config, "layer_types", None) or uniform)
-        masks = {"full_attention": additive(allowed)}
+        masks = {"full_attention": lambda: additive(allowed)}
         if "sliding_attention" in kinds and window:
-            keys = torch.cat([torch.arange(past, device=self.device), positions])
-            masks["sliding_attention"] = additive(allowed & (positions[:, None] - keys[None, :] < window))
+            near = positions[:, :, None] - keys[:, None, :] < window
+            masks["sliding_attention"] = lambda: additive(allowed & near)
         if not kinds <= set(masks):
             unknown = ", ".join(sorted(kinds - set(masks)))
-            raise EyasError(f"target.path={self.folder}: no draft trees with layers of kind {unknown}")
-        return masks if len(kinds) > 1 else masks[kinds.pop()]
+            raise EyasError(
+                f"target.path={self.folder}: no verification of several tokens with layers of kind {unknown}"
+            )
+        return {kind: masks[kind]() for kind in kinds} if len(kinds) > 1 else masks[kinds.pop()]()
 
     def _find_eos_ids(self) -> frozenset[int]:
         ids = config_eos_ids(self.model.config, self.folder)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.table import VERSION, columns, ordered, sections, shape
 from models.portable import served
 from scripts.rescore import Rescored
 
@@ -17,8 +18,9 @@ UNITS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 
 @dataclass(frozen=True)
 class About:
-    """What the card tells besides the folder's config: names as the user gave them, and a JSON-able report of
-    ``python -m eval`` (None: nothing was measured). ``target_path`` is what an engine is given to load."""
+    """What the card tells besides the folder's config: names as the user gave them, and a report of ``python -m eval``
+    on this drafter alone (see `of_drafter`; None: nothing was measured). ``target_path`` is what an engine is given to
+    load."""
 
     target: str
     target_path: str
@@ -63,20 +65,47 @@ def drafter_facts(config: Mapping[str, Any], about: About, parameters: int) -> I
     yield "rope", json.dumps(config["rope_parameters"])
 
 
+def of_drafter(report: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
+    """The part of a report that is about the drafter loaded from ``source``, itself a report; None if there is none.
+
+    Raises KeyError, TypeError or ValueError for what is no report of this version.
+    """
+    if report["version"] != VERSION:
+        raise ValueError(f"version {report['version']}, this is {VERSION}")
+    for drafter in report["drafters"]:
+        path = drafter["path"]
+        if drafter["kind"] == "drafter" and path is not None and Path(path).resolve() == source.resolve():
+            runs = [run for run in report["runs"] if run["drafter"] == drafter["name"]]
+            return {**report, "drafters": [drafter], "runs": runs, "comparisons": [], "cost_model": None}
+    return None
+
+
 def acceptance(about: About, folder: Path) -> str:
     if about.report is None:
         command = shlex.join(["python", "-m", "eval", "conf=RECIPE", f"drafter_path={folder}"])
         return f"Not measured at export. Measure it with `{command}`."
-    runs = about.report.get("runs") or []
-    columns = [dict(flat(run)) for run in runs]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    runs = ordered(about.report)
+    drafter, settings = about.report["drafters"][0], about.report["settings"]
+    lines = [line for section in sections(runs) for line in named(section.title, section.lines)]
+    headings = [f"{column.temperature}{'' if column.lossless else ' (LOSSY)'}" for column in columns(runs)]
     return "\n\n".join(
         [
             "Measured before the cast by `python -m eval`. A tau means little without its switches, so all are given.",
-            table(flat({key: value for key, value in about.report.items() if key != "runs"})),
-            *([table((name, *(column.get(name, "") for column in columns)) for name in names)] if runs else []),
+            table([("definition", about.report["definition"]), ("tree measured", shape(drafter)), *flat(settings)]),
+            table([("", *headings), *((name, *cells) for name, cells in lines)]),
         ]
     )
+
+
+def named(title: str, lines: Iterable[tuple[str, list[str]]]) -> Iterator[tuple[str, list[str]]]:
+    """Lines of a section of the report's table; the indented ones under the name of what they belong to."""
+    owner = title
+    for name, cells in lines:
+        if name.startswith(" "):
+            yield f"{owner}, {name.strip()}", cells
+        else:
+            owner = name if title == "acceptance" else f"{title}: {name}"
+            yield owner, cells
 
 
 def serving(folder: Path, config: Mapping[str, Any], about: About) -> Iterator[str]:
@@ -101,11 +130,8 @@ def serving(folder: Path, config: Mapping[str, Any], about: About) -> Iterator[s
 
 
 def gamma(report: Mapping[str, Any] | None) -> int:
-    """The chain length that was measured; 4 if none was."""
-    for key, value in flat(report or {}):
-        if key.rpartition(".")[2] == "gamma" and value.isdigit():
-            return int(value)
-    return 4
+    """The levels that were measured; 4 if nothing was."""
+    return int(report["drafters"][0]["levels"]) if report else 4
 
 
 def flat(report: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -101,15 +101,15 @@ def read_report(run: Path, source: Path) -> dict[str, Any] | None:
     path = run / REPORT
     if not path.exists():
         return None
+    from scripts.card import of_drafter
+
     try:
-        report = dict(json.loads(path.read_text(encoding="utf-8")))
-        measured = Path(report["settings"]["drafter"])
+        report = of_drafter(json.loads(path.read_text(encoding="utf-8")), source)
     except (ValueError, KeyError, TypeError) as error:
         raise EyasError(f"{path}: not a report of python -m eval ({error}); delete it or run the evaluation") from error
-    if measured.resolve() == source.resolve():
-        return report
-    log.warning("%s measured %s, not %s: the model card goes without it", path, measured, source)
-    return None
+    if report is None:
+        log.warning("%s did not measure %s: the model card goes without it", path, source)
+    return report
 
 
 def describe(path: Any) -> str | None:

@@ -1,17 +1,20 @@
-"""Greedy speculative output against plain decoding, token for token, for good, random and adversarial drafters.
+"""Greedy speculative output against ``transformers.generate``, token for token, for every kind of draft tree.
 
-    python -m scripts.lossless conf=eagle3_smollm2 verify.max_prompts=50 verify.max_new_tokens=64
+    python -m scripts.lossless conf=eagle3_smollm2 verify.max_prompts=40 verify.batch_sizes=[1,4]
 
-Takes the run's drafter (or drafter_path=...) and the prompts that ``python -m eval`` would take. The random drafter
-has the trained one's shape; the adversarial one knows the right text and leaves it after a varying number of tokens,
-so that every length of acceptance and rollback occurs. Ends with an error if any output differs in float32.
+Takes the drafters of the run (or drafter_path=...) and the prompts that ``python -m eval`` would take. Beside every
+trained drafter drafts a twin with random weights, and one that knows the right text and leaves it after a varying
+number of tokens, so that every length of acceptance and roll-back occurs. verify.branch and verify.nodes size the
+dynamic tree. Ends with an error if any output differs in float32.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,14 +22,30 @@ from tqdm import tqdm
 
 from conf.cli import entry
 from conf.schema import Config
-from eval.proposers import DrafterProposer, PlainProposer, Proposer, ScriptedProposer
+from eval.candidates import CLASSIC, NGRAM, Candidate, ngrams
+from eval.dynamic_tree import DynamicTree
+from eval.measure import Bench
+from eval.proposers import PlainProposer, Proposer, ScriptedProposer
 from eval.run import load_bench
-from eval.sampling import Sampling
-from eval.speculate import Decoder, Generation, generate
+from eval.shapes import Shape, chain, classic, fit
+from eval.speculate import Decoder, Generation, Request, generate_all
+from eval.tree import ROOT, DraftTree, Drawn
 from models.drafter import Drafter
 from models.errors import EyasError
+from models.target import Target
 
 log = logging.getLogger(__name__)
+
+Texts = Mapping[tuple[int, ...], Sequence[int]]  # the right output of each prompt
+
+
+@dataclass
+class Total:
+    """Of one way of drafting: outputs that are the target's own, accepted drafts, passes."""
+
+    identical: int = 0
+    accepted: int = 0
+    passes: int = 0
 
 
 def randomised(drafter: Drafter, seed: int = 0) -> Drafter:
@@ -39,49 +58,104 @@ def randomised(drafter: Drafter, seed: int = 0) -> Drafter:
     return twin.to(next(drafter.parameters()).device).eval()
 
 
-def adversary(prompt: Sequence[int], right: Sequence[int], vocab_size: int, gamma: int, seed: int) -> Proposer:
-    """Right for 0..gamma tokens, then wrong."""
-    rng, text = random.Random(seed), [*prompt, *right]
+def adversary(texts: Texts, vocab_size: int, gamma: int, *, bushy: bool, seed: int = 0) -> Proposer:
+    """Right for 0..gamma tokens, then wrong; ``bushy``: with a wrong sibling before and after every token."""
+    rng = random.Random(seed)
 
-    def script(ids: list[int], limit: int) -> list[int]:
+    def script(ids: list[int], limit: int) -> DraftTree:
+        prompt = next(p for p in texts if tuple(ids[: len(p)]) == p)
         good = rng.randint(0, gamma)
-        ahead = text[len(ids) : len(ids) + good]
-        wrong = [rng.randrange(vocab_size) for _ in range(gamma - len(ahead))]
-        return [*ahead, *wrong][:limit]
+        ahead = [*prompt, *texts[prompt]][len(ids) : len(ids) + good]
+        line = [*ahead, *(rng.randrange(vocab_size) for _ in range(gamma - len(ahead)))][:limit]
+        if not bushy:
+            return DraftTree.chain(line)
+        tokens, parents, parent = list[int](), list[int](), ROOT
+        for token in line:
+            tokens += [(token + 1) % vocab_size, token, (token + 2) % vocab_size]
+            parents += [parent] * 3
+            parent = len(tokens) - 2
+        return DraftTree(torch.tensor(tokens), tuple(parents), (Drawn.FIXED,) * len(tokens))
 
     return ScriptedProposer(script)
 
 
-def check(cfg: Config) -> dict[str, Any]:
-    """Identical outputs and acceptance of each kind of drafter; raises EyasError if a float32 output differs."""
+def shapes(bench: Bench) -> dict[str, Shape]:
+    """A chain, the dynamic tree of verify.branch and verify.nodes, and the classic static trees."""
+    verify = bench.verify
+    dynamic = DynamicTree(verify.gamma, verify.branch, verify.nodes)
+    static: dict[str, Shape] = {name: classic(name) for name in CLASSIC}
+    return {"chain": chain(verify.gamma), "dynamic": dynamic, **static}
+
+
+def ways(bench: Bench, decoder: Decoder, texts: Texts, slots: int) -> dict[str, Callable[[], Proposer]]:
+    """Everything that drafts, by name."""
+    target, verify = bench.target, bench.verify
+    found: dict[str, Callable[[], Proposer]] = {"plain": PlainProposer}
+    for candidate in [*(c for c in bench.candidates if c.kind != NGRAM), ngrams(verify)]:
+
+        def add(name: str, one: Candidate, **options: Any) -> None:
+            how = replace(verify, **options)
+            found[name] = lambda: one.proposer(target, decoder.sampling, how, slots)
+
+        if candidate.kind == NGRAM:
+            add(NGRAM, candidate)
+            continue
+        deepest = candidate.drafter.max_depth if candidate.drafter else None
+        for name, shape in shapes(bench).items():
+            fitted = fit(shape, name, deepest, len(candidate.drafts))
+            add(f"{candidate.name}, {name}", candidate.with_shape(fitted))
+        add(f"{candidate.name}, adaptive", candidate, adaptive=True)
+        if candidate.drafter is not None:
+            add(f"{candidate.name}, random weights", replace(candidate, drafter=randomised(candidate.drafter)))
+    for bushy in (False, True):
+        name = f"adversary, {'tree' if bushy else 'chain'}"
+        found[name] = lambda bushy=bushy: adversary(texts, target.vocab_size, verify.gamma, bushy=bushy)  # type: ignore[misc]
+    return found
+
+
+def generated(target: Target, prompt: Sequence[int], new: int) -> list[int]:
+    """Greedy output of ``transformers.generate``, EOS included."""
+    ids = torch.tensor([list(prompt)], device=target.device)
+    model: Any = target.model
+    ends = sorted(target.eos_ids)
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        repetition_penalty=1.0,
+        eos_token_id=ends or None,
+        pad_token_id=ends[0] if ends else 0,
+    )
+    return [int(token) for token in out[0, ids.shape[1] :]]
+
+
+def check(cfg: Config) -> dict[str, Total]:
+    """Totals of every way and batch size; raises EyasError if a float32 output differs."""
     bench, prompts, _ = load_bench(cfg)
-    gamma, sampling = cfg.verify.gamma, Sampling(0.0)
-    twin = randomised(bench.drafter)
-    decoder = Decoder(bench.target, sampling, bench.limits())
-    totals = {kind: {"identical": 0, "accepted": 0, "passes": 0} for kind in ("trained", "random", "adversarial")}
-    for number, prompt in enumerate(tqdm([prompt.ids for prompt in prompts], desc="lossless")):
-        plain = generate(decoder, PlainProposer(), prompt)
-        proposers = {
-            "trained": DrafterProposer(bench.drafter, bench.frozen, gamma, sampling),
-            "random": DrafterProposer(twin, bench.frozen, gamma, sampling),
-            "adversarial": adversary(prompt, plain.tokens, bench.target.vocab_size, gamma, number),
-        }
-        for kind, proposer in proposers.items():
-            out: Generation = generate(decoder, proposer, prompt)
-            totals[kind]["identical"] += out.tokens == plain.tokens
-            totals[kind]["accepted"] += sum(r.accepted for r in out.rounds)
-            totals[kind]["passes"] += len(out.rounds)
-    for kind, sums in totals.items():
-        log.info(
-            "%s drafter: %d of %d outputs are plain decoding's; %.2f accepted drafts a pass",
-            kind,
-            sums["identical"],
-            len(prompts),
-            sums["accepted"] / max(sums["passes"], 1),
-        )
-    wrong = [kind for kind, sums in totals.items() if sums["identical"] < len(prompts)]
+    decoder = bench.decoder(0.0)
+    if decoder.sampling.needs_context or decoder.limits.stop:
+        raise EyasError("scripts.lossless: compares bare greedy decoding; leave penalties and verify.stop out")
+    asked = [prompt.ids for prompt in prompts]
+    new = cfg.verify.max_new_tokens
+    texts = {tuple(ids): generated(bench.target, ids, new) for ids in tqdm(asked, desc="transformers")}
+    totals: dict[str, Total] = {}
+    for slots in cfg.verify.batch_sizes:
+        for name, make in ways(bench, decoder, texts, slots).items():
+            title = f"{name}, {slots} at a time"
+            totals[title] = total = Total()
+
+            def done(request: Request, out: Generation, total: Total = total) -> None:
+                total.identical += out.tokens == texts[tuple(request.prompt)]
+                total.accepted += sum(r.accepted for r in out.rounds)
+                total.passes += len(out.rounds)
+
+            generate_all(decoder, make(), deque(Request(ids) for ids in asked), slots, done=done)
+            mean = total.accepted / max(total.passes, 1)
+            log.info("%s: %d of %d outputs identical, %.2f accepted a pass", title, total.identical, len(asked), mean)
+    wrong = [name for name, total in totals.items() if total.identical < len(asked)]
     if wrong and bench.target.dtype == torch.float32:
-        raise EyasError(f"greedy output differs from plain decoding with the {', '.join(wrong)} drafter")
+        raise EyasError(f"greedy output differs from transformers.generate: {'; '.join(wrong)}")
     return totals
 
 

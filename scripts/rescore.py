@@ -117,8 +117,8 @@ def session_logits(
     taps, final, half = batch.taps[own], batch.final[own], len(next_ids) // 2
     parts = [slice(0, half), slice(half, None)] if half else [slice(None)]
     for part in parts:
-        root = session.extend(taps[part], final[part], next_ids[part])
+        root = session.extend([0], [len(next_ids[part])], taps[part], final[part], next_ids[part])[0]
     rows = [root]
-    for depth, token in enumerate(drafted):
-        rows.append(session.expand(torch.tensor([depth - 1]), token[None])[0])
+    for depth, token in enumerate(drafted, 1):
+        rows.append(session.expand([0], torch.tensor([depth - 2]), token[None], depth)[0])
     return torch.stack(rows)

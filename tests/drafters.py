@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.batch import Batch
+from models.batch import Batch, Slots
+from models.drafter import Drafter
 from models.eagle3 import Eagle3Drafter
 from models.frozen import FrozenTarget
 from models.vocab import DraftVocab
@@ -69,3 +71,20 @@ def random_drafter(frozen: FrozenTarget, vocab: DraftVocab, seed: int = 0, **opt
             if parameter.ndim == 1:
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
     return drafter
+
+
+@torch.no_grad()
+def drafted_logits(drafter: Drafter, frozen: FrozenTarget, text: Batch, slot: int, path: Sequence[int]) -> Tensor:
+    """What training unrolls for one slot of a text whose confirmed part, x[0] .. x[slot+1], goes on with ``path``:
+    logits [1 + len(path), Vd], row k those of depth k. The true features end at ``slot``; noise follows."""
+    depths, confirmed = 1 + len(path), slot + 1
+    noise = random_batch(frozen, [depths + 1], seed=99)
+    ids = torch.cat([text.input_ids[: slot + 2], torch.tensor([*path, 0], dtype=torch.int64)])
+    rows = {
+        name: torch.cat([getattr(text, name)[:confirmed], getattr(noise, name)])
+        for name in ("taps", "final", "lse", "top1")
+    }
+    total = ids.numel()
+    batch = Batch(ids, torch.ones(total, dtype=torch.bool), torch.tensor([0, total], dtype=torch.int32), **rows)
+    one = Slots(torch.tensor([slot]), torch.ones(depths, 1, dtype=torch.bool))
+    return drafter.unroll(batch, one, frozen) @ drafter.head_weight(frozen).T

@@ -39,7 +39,7 @@ class LinearDrafter(Drafter):
     def head_weight(self, frozen: FrozenTarget) -> Tensor:
         return self.head.weight
 
-    def session(self, frozen: FrozenTarget) -> DraftSession:
+    def session(self, frozen: FrozenTarget, slots: int = 1) -> DraftSession:
         raise NotImplementedError("trained only")
 
     def serving(self, frozen: FrozenTarget) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -205,25 +205,6 @@ def test_greedy_follows_the_argmax_through_a_tree() -> None:
     assert accept_greedy(DraftTree.empty(), {ROOT: 6}.__getitem__) == Accepted([], [6])
 
 
-def test_tree_geometry_by_hand() -> None:
-    tree = DraftTree(torch.tensor([5, 7, 1, 2]), (ROOT, ROOT, 1, 2), (F,) * 4)
-    assert tree.depths == (0, 0, 1, 2)
-    assert tree.depth == 3
-    assert tree.path(3) == [1, 2, 3]
-    assert not tree.is_chain
-    assert tree.positions(10).tolist() == [10, 11, 11, 12, 13]  # siblings share a position
-    assert tree.attention_mask(2).int().tolist() == [
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 1, 0, 0],
-        [1, 1, 1, 0, 1, 1, 0],
-        [1, 1, 1, 0, 1, 1, 1],
-    ]
-    chain = DraftTree.chain([4, 5, 6])
-    assert chain.is_chain
-    assert torch.equal(chain.attention_mask(1), torch.ones(4, 5, dtype=torch.bool).tril(1))
-
-
 def test_draw_inverts_the_cumulative_sum() -> None:
     p = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
     assert [int(draw(p, u)) for u in (0.0, 0.2499, 0.2501, 0.9999999)] == [1, 1, 3, 3]

@@ -20,7 +20,8 @@ from conf import CONF_DIR, GROUPS, PRIMARY, RECIPES, folder_name
 from conf.cli import entry
 from conf.options import check_options, check_strategy, fits
 from conf.schema import Config
-from conf.validate import packaged, resolve
+from conf.validate import resolve
+from conf.values import packaged
 from models.errors import EyasError
 
 ROOT = Path(__file__).parents[1]

@@ -47,7 +47,8 @@ def test_unroll_equals_incremental_drafting(rope: dict[str, Any], flags: dict[st
     compared = 0
     for portion in (4, 1, 3, 1, 1, 6, 2):
         part = slice(at, at + portion)
-        logits = session.extend(batch.taps[part], batch.final[part], batch.input_ids[at + 1 : at + portion + 1])
+        next_ids = batch.input_ids[at + 1 : at + portion + 1]
+        logits = session.extend([0], [portion], batch.taps[part], batch.final[part], next_ids)[0]
         at += portion
         column = slots.index.tolist().index(at - 1)
         for k in range(7):
@@ -56,7 +57,7 @@ def test_unroll_equals_incremental_drafting(rope: dict[str, Any], flags: dict[st
             torch.testing.assert_close(logits, unrolled[number[k, column]], rtol=1e-4, atol=1e-4)
             compared += 1
             parent = torch.tensor([k - 1])
-            logits = session.expand(parent, batch.input_ids[at + 1 + k : at + 2 + k])[0]
+            logits = session.expand([0], parent, batch.input_ids[at + 1 + k : at + 2 + k], k + 1)[0]
     assert compared > 30
 
 
@@ -68,7 +69,7 @@ def test_a_tree_drafts_what_its_paths_would_as_chains() -> None:
 
     def fresh() -> Any:
         session = drafter.session(frozen)
-        session.extend(batch.taps[:7], batch.final[:7], batch.input_ids[1:8])
+        session.extend([0], [7], batch.taps[:7], batch.final[:7], batch.input_ids[1:8])
         return session
 
     nodes: dict[tuple[int, ...], int] = {}
@@ -76,14 +77,14 @@ def test_a_tree_drafts_what_its_paths_would_as_chains() -> None:
     for depth in (1, 2, 3):
         level = sorted({path[:depth] for path in paths})
         parents = torch.tensor([nodes.get(node[:-1], -1) for node in level])
-        out = session.expand(parents, torch.tensor([node[-1] for node in level]))
+        out = session.expand([0] * len(level), parents, torch.tensor([node[-1] for node in level]), depth)
         for node, logits in zip(level, out, strict=True):
             nodes[node] = len(nodes)
             tree[node] = logits
     for path in paths:
         chain = fresh()
         for depth in range(3):
-            logits = chain.expand(torch.tensor([depth - 1]), torch.tensor([path[depth]]))[0]
+            logits = chain.expand([0], torch.tensor([depth - 1]), torch.tensor([path[depth]]), depth + 1)[0]
             torch.testing.assert_close(logits, tree[path[: depth + 1]], rtol=1e-4, atol=1e-4)
 
 

@@ -12,11 +12,16 @@ from rich.console import Console
 
 from conf.schema import VerifyConfig
 from data.masks.template import ChatTemplate
+from eval.candidates import drafter_folder, trained
+from eval.decode import Answer
+from eval.measure import Bench, compare_outputs
 from eval.metrics import Round
-from eval.prompts import read_prompts
+from eval.prompts import Prompt, read_prompts
 from eval.report import print_report
-from eval.run import drafter_folder, measure
+from eval.run import run_bench
 from eval.simulated import measured_alike
+from eval.speculate import Generation
+from models.blocks import Block
 from models.drafter import Drafter
 from models.eagle3 import Eagle3Drafter
 from models.errors import EyasError
@@ -40,11 +45,24 @@ def echo(target: Target) -> Drafter:
     return Eagle3Drafter.create(target.frozen(), vocab, target.tap_ids, seed=0).eval()
 
 
+def measure(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]] | list[Prompt],
+    verify: VerifyConfig,
+    folder: Path,
+    seed: int = 0,
+) -> dict[str, Any]:
+    asked = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
+    bench = Bench(target, [trained(drafter, target.frozen(), verify)], verify, seed)
+    return run_bench(bench, asked, {}, folder, quiet=True)
+
+
 @pytest.fixture(scope="module")
 def measured(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("run")
     prompts = [[1, 10 + i, 20 + i, 30 + i] for i in range(6)]
-    return measure(target, echo(target), target.frozen(), prompts, VERIFY, folder, seed=3, quiet=True), folder
+    return measure(target, echo(target), prompts, VERIFY, folder, seed=3), folder
 
 
 def test_report_is_what_was_returned_and_fits_the_generations(measured: tuple[dict[str, Any], Path]) -> None:
@@ -58,9 +76,10 @@ def test_report_is_what_was_returned_and_fits_the_generations(measured: tuple[di
         tokens = sum(len(row["output_ids"]) - 1 for row in mine)
         assert run["acceptance"]["passes"] == len(passes)
         assert run["acceptance"]["tau"] == pytest.approx(tokens / len(passes))
-        assert run["speculative"]["tokens"] == tokens
+        (speed,) = run["speed"]
+        assert speed["speculative"]["tokens"] == tokens and speed["speculative"]["passes"] == len(passes)
         assert sum(run["finish"].values()) == 6
-        assert run["speed_up"] > 0
+        assert speed["speed_up"] > 0 and speed["speed_up_interval"][0] <= speed["speed_up"]
 
 
 def test_greedy_output_is_plain_and_simulated_tau_is_the_measured_one(measured: tuple[dict[str, Any], Path]) -> None:
@@ -73,12 +92,13 @@ def test_greedy_output_is_plain_and_simulated_tau_is_the_measured_one(measured: 
 def test_sampled_tau_is_near_the_simulated_one(target: Target, tmp_path: Path) -> None:
     """The prediction is an expectation; over about 600 passes it is met within four standard errors."""
     prompts = [[1, 10 + i, 20 + i] for i in range(16)]
-    verify = VerifyConfig(max_new_tokens=48, gamma=3, temperatures=[1.0], baseline=False)
-    run = measure(target, echo(target), target.frozen(), prompts, verify, tmp_path, quiet=True)["runs"][0]
+    verify = VerifyConfig(max_new_tokens=48, gamma=3, temperatures=[1.0], baseline=False, costs=False)
+    report = measure(target, echo(target), prompts, verify, tmp_path)
+    run = report["runs"][0]
     rate = run["simulated"]["tau"] - 1
     error = (rate * (1 + rate) / run["acceptance"]["passes"]) ** 0.5
     assert run["simulated"]["measured"] == pytest.approx(run["simulated"]["tau"], abs=4 * error)
-    assert run["plain"] is None
+    assert run["speed"][0]["plain"] is None and report["cost_model"] is None
 
 
 def test_other_processors_are_not_simulated(measured: tuple[dict[str, Any], Path]) -> None:
@@ -101,7 +121,7 @@ def test_measured_alike_by_hand() -> None:
 def test_wrong_taps_are_refused(target: Target, tmp_path: Path) -> None:
     other = Eagle3Drafter.create(target.frozen(), DraftVocab.full(target.vocab_size), (0, 1, 3), seed=0)
     with pytest.raises(EyasError, match="target.taps"):
-        measure(target, other, target.frozen(), [[1, 2]], VERIFY, tmp_path, quiet=True)
+        measure(target, other, [[1, 2]], VERIFY, tmp_path)
 
 
 def test_prompts_of_both_kinds(target: Target, tmp_path: Path) -> None:
@@ -145,7 +165,7 @@ def test_a_second_question_follows_the_own_first_answer(target: Target, tmp_path
     path.write_text(json.dumps({"turns": ["Only"]}) + "\n" + json.dumps({"conversations": second}) + "\n")
     prompts = read_prompts(str(path), template, limit=10)
     verify = VerifyConfig(max_new_tokens=6, temperatures=[0.0], gamma=2)
-    report = measure(target, echo(target), target.frozen(), prompts, verify, tmp_path, quiet=True)
+    report = measure(target, echo(target), prompts, verify, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "generations.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == [0, 1, 1] and report["settings"]["prompts"] == 2
     talk = [{"role": "user", "content": "A"}, {"role": "assistant", "content": rows[1]["text"]}]
@@ -175,11 +195,9 @@ def test_the_drafter_of_a_run(tmp_path: Path) -> None:
 
 
 def test_reduced_precision_differences_are_told_with_their_gap(target: Target) -> None:
-    from eval.run import compare_outputs
-    from eval.speculate import Generation
-
-    logits = target.step(torch.tensor([1, 5]), torch.arange(2), target.new_cache())[0][1]
+    logits = target.step([Block(torch.tensor([1, 5]))], target.new_cache())[0][1]
     best, second = (int(i) for i in logits.topk(2).indices)
-    found = compare_outputs(target, [[1, 5]], [Generation([second])], [Generation([best])])
+    ours, theirs = (Answer(0, 0, [1, 5], Generation([token])) for token in (second, best))
+    found = compare_outputs(target, [ours], [theirs])
     assert found["identical"] == 0
     assert found["differences"][0]["logit_gap"] == pytest.approx(float(logits[best] - logits[second]))

@@ -20,12 +20,14 @@ from models.eagle3_serving import eagle3_config
 from models.errors import EyasError
 from models.portable import check_export, load_export
 from models.vocab import DraftVocab
+from scripts.card import of_drafter
 from scripts.engine import Eagle3Engine
 from scripts.export import export, run_export
 from scripts.rescore import rescore
 from scripts.vllm_check import read_prompts, summary
 from tests.drafters import random_frozen
 from tests.exports import Spoil, exported, make, rewrite
+from tests.reports import Faker
 from tests.tiny import tiny_target
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -256,10 +258,10 @@ def test_command_exports_the_given_checkpoint(tmp_path: Path) -> None:
     assert run_export(cfg) == tmp_path / "again"
     card = tmp_path / "again" / "README.md"
     for measured, told in ((folder, True), (tmp_path / "checkpoint", False)):  # of another drafter: not on the card
-        report = {"settings": {"drafter": str(measured)}, "runs": [{"temperature": 0.0, "acceptance": {"tau": 1.5}}]}
+        report = measured_report(str(measured))
         (tmp_path / "run" / "report.json").write_text(json.dumps(report))
         run_export(cfg)
-        assert ("| acceptance.tau | 1.5 |" in card.read_text()) is told
+        assert (f"| tau | {report['runs'][0]['acceptance']['tau']:.3f} |" in card.read_text()) is told
     (tmp_path / "run" / "report.json").write_text("[]")
     with pytest.raises(EyasError, match="not a report"):
         run_export(cfg)
@@ -268,21 +270,31 @@ def test_command_exports_the_given_checkpoint(tmp_path: Path) -> None:
         run_export(cfg)
 
 
+def measured_report(path: str) -> dict[str, Any]:
+    """Of three drafters, the trained one loaded from ``path``, at two temperatures."""
+    report, _ = Faker(questions=4).build()
+    report["drafters"][0]["path"] = path
+    return report
+
+
 def test_card_states_switches_and_commands(tmp_path: Path) -> None:
     drafter, frozen = make()
-    runs = [
-        {"temperature": 0.0, "acceptance": {"tau": 1.23456, "rate": [0.25, None]}},
-        {"temperature": 1.0, "acceptance": {"tau": 1.1}},
-    ]
-    report = {"definition": "a | b", "settings": {"drafting": "chain", "gamma": 5}, "runs": runs}
+    whole = measured_report(str(tmp_path))
+    whole["definition"] = "a | b"
+    whole["drafters"][0]["levels"] = 5
+    report = of_drafter(whole, tmp_path)
+    assert report is not None
     export(drafter, frozen, tmp_path / "out", target_name="acme/target", report=report, data="chats.json")
     card = (tmp_path / "out" / "README.md").read_text()
+    taus = " | ".join(f"{run['acceptance']['tau']:.3f}" for run in whole["runs"][:2])
     for line in (
         "| definition | a \\| b |",
-        "| settings.drafting | chain |",
-        "| temperature | 0 | 1 |",
-        "| acceptance.tau | 1.235 | 1.1 |",
-        "| acceptance.rate | 0.25 none |  |",
+        "| tree measured | dynamic tree of 30, 5 deep |",
+        "| max_new_tokens | 64 |",
+        "| temperatures | 0 1 |",
+        "|  | T = 0 | T = 1 |",
+        f"| tau | {taus} |",
+        "| drafts | top | sampled, without replacement |",
         "| training data | chats.json |",
         "| draft vocabulary | 12 of 40 tokens |",
         f"--speculative-draft-model-path {tmp_path / 'out'} --speculative-num-steps 5 --speculative-eagle-topk 1 "
@@ -293,6 +305,21 @@ def test_card_states_switches_and_commands(tmp_path: Path) -> None:
         assert line in card
     export(drafter, frozen, tmp_path / "out", target_name="acme/target")
     assert "Not measured" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_report_is_narrowed_to_the_exported_drafter(tmp_path: Path) -> None:
+    whole = measured_report(str(tmp_path / "a"))
+    found = of_drafter(whole, tmp_path / "b" / ".." / "a")
+    assert found is not None and [d["name"] for d in found["drafters"]] == ["eagle3-smollm2"]
+    assert [(run["drafter"], run["temperature"]) for run in found["runs"]] == [
+        ("eagle3-smollm2", t) for t in (0.0, 1.0)
+    ]
+    assert of_drafter(whole, tmp_path) is None
+    assert of_drafter(whole, Path(whole["drafters"][1]["path"])) is None  # a draft model, not a drafter of ours
+    with pytest.raises(ValueError, match="version 1"):
+        of_drafter(whole | {"version": 1}, tmp_path)
+    with pytest.raises(KeyError):
+        of_drafter({"settings": {"drafter": "x"}, "runs": []}, tmp_path)
 
 
 def test_a_single_tap_is_not_for_sglang(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.metrics import Round, acceptance, counted, uncut
+from eval.metrics import Acceptance, Round, acceptance, by_category, by_position, counted, uncut
 
 
 def test_tau_counts_the_targets_own_token_of_every_pass() -> None:
@@ -66,13 +66,91 @@ def test_nothing_measured_is_none_not_a_number() -> None:
     assert never.conditional == [0.0, None]  # depth 1 was never reached
 
 
+def test_trees_count_levels_not_nodes() -> None:
+    """A tree of 3 nodes and 2 levels: a pass accepts at most 2, whatever the number of nodes."""
+    tree = {"tokens": (7, 8, 9), "parents": (-1, -1, 1)}
+    rounds = [[Round(2, 2, 3, path=(1, 2), **tree), Round(2, 1, 2, path=(0,), **tree), Round(2, 0, 1, **tree)]]
+    found = acceptance(counted(rounds), 2)
+    assert (found.tau, found.histogram) == (2.0, [1, 1, 1])
+    assert found.rate == pytest.approx([2 / 3, 1 / 3])
+    assert found.conditional == pytest.approx([2 / 3, 1 / 2])
+
+
+def test_what_is_only_shown_does_not_make_passes_differ() -> None:
+    assert Round(1, 1, 2, (5,), (-1,), (0,)) == Round(1, 1, 2)
+
+
+def test_categories_are_pooled_apart() -> None:
+    """writing: 2 and 0 of one pass each: 1 + 2/2. math: 1, 1, 3 of one prompt: 1 + 5/3. One prompt without a name."""
+    accepted = [[2], [1, 1, 3], [0], [4]]
+    found = by_category(accepted, ["writing", "math", "writing", None], 4)
+    assert list(found) == ["math", "none", "writing"]
+    assert {name: one.tau for name, one in found.items()} == pytest.approx({"math": 8 / 3, "none": 5, "writing": 2})
+    assert (found["writing"].passes, found["writing"].histogram) == (2, [1, 0, 1, 0, 0])
+    assert found["writing"].interval == (1.0, 3.0)  # both prompts without an accepted draft up to both with two
+    assert found["math"].interval == (8 / 3, 8 / 3)  # one prompt is always itself
+    assert by_category([[1]], [None], 2) == {} == by_category([], [], 2)
+
+
+def test_tau_by_position() -> None:
+    """Prompt of 3 tokens, so the first pass begins at 4; edges 0, 6, 8, 20.
+
+    Confirmed lengths: 4 (kept 3), 7 (kept 1), 8 (kept 4, of 5 accepted and a bonus: cut), and of a second generation
+    5 (kept 2), 7 (kept 2). Buckets: 0-6: accepted 2, 1; 6-8: 0, 1; 8-20: 3; none beyond.
+    """
+    rounds = [[Round(5, 2, 3), Round(5, 0, 1), Round(5, 5, 4)], [Round(5, 1, 2), Round(5, 1, 2)]]
+    assert by_position(rounds, [4, 5], (0, 6, 8, 20)) == [
+        {"from": 0, "to": 6, "passes": 2, "accepted": 3, "tau": 2.5},
+        {"from": 6, "to": 8, "passes": 2, "accepted": 1, "tau": 1.5},
+        {"from": 8, "to": 20, "passes": 1, "accepted": 3, "tau": 4.0},
+    ]
+    assert by_position(rounds, [4, 5], (0, 6)) == [
+        {"from": 0, "to": 6, "passes": 2, "accepted": 3, "tau": 2.5},
+        {"from": 6, "to": None, "passes": 3, "accepted": 4, "tau": 1 + 4 / 3},
+    ]
+
+
+def test_default_buckets_double_and_are_closed_below() -> None:
+    rounds = [[Round(1, 1, 2)] for _ in range(7)]
+    found = by_position(rounds, [511, 512, 1023, 1024, 2048, 65535, 70000])
+    edges = [(b["from"], b["to"], b["passes"]) for b in found]
+    assert edges == [(0, 512, 1), (512, 1024, 2), (1024, 2048, 1), (2048, 4096, 1), (32768, 65536, 1), (65536, None, 1)]
+    assert by_position([], []) == [] == by_position([[]], [9])
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=6)), max_size=5
+    )
+)
+def test_positions_and_categories_partition_the_passes(drawn: list[tuple[int, list[tuple[int, bool]]]]) -> None:
+    rounds = [[Round(4, a, 1 if cut else a + 1) for a, cut in passes] for _, passes in drawn]
+    whole = acceptance(counted(rounds), 4, resamples=10)
+    buckets = by_position(rounds, [start for start, _ in drawn], (0, 7, 20))
+    groups = by_category(counted(rounds), [("even", "odd")[start % 2] for start, _ in drawn], 4, resamples=10)
+    parts: list[list[tuple[int, int]]] = [
+        [(b["passes"], b["accepted"]) for b in buckets],
+        [(g.passes, g.accepted) for g in groups.values()],
+    ]
+    for part in parts:
+        assert sum(p for p, _ in part) == whole.passes and sum(a for _, a in part) == whole.accepted
+    kept = sum(r.kept for prompt in rounds for r in prompt)
+    assert kept == pytest.approx((whole.tau or 0) * whole.passes)
+    check_identities(whole)
+
+
+def check_identities(found: Acceptance) -> None:
+    assert sum(found.histogram) == found.passes
+    assert sum(i * n for i, n in enumerate(found.histogram)) == found.accepted
+    if found.passes:
+        assert found.tau == pytest.approx(1 + sum(r or 0.0 for r in found.rate))
+
+
 @given(st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=6).filter(any))
 def test_identities(accepted: list[list[int]]) -> None:
     found = acceptance(accepted, 4, resamples=50)
     rates = [r for r in found.rate if r is not None]
-    assert sum(found.histogram) == found.passes
-    assert sum(i * n for i, n in enumerate(found.histogram)) == found.accepted
-    assert found.tau == pytest.approx(1 + sum(rates))
+    check_identities(found)
     for depth, rate in enumerate(rates):  # unconditional = product of the conditional ones
         chain = [c if c is not None else 0.0 for c in found.conditional[: depth + 1]]
         assert rate == pytest.approx(math.prod(chain))

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from data.chats.conversations import Dialect, Message, RejectLog
 from data.chats.policy import RowRejected
 from data.chats.prompts import Questions, questions_of, read_questions
 from data.chats.rows import Row
 from data.masks.template import ChatTemplate
-from eval.prompts import read_prompts
+from data.prepare import TargetFiles
+from eval.prompts import PlainText, Prompt, describe, prompt_template, read_prompts, usable
 from models.errors import EyasError
+from models.tiny_target import tiny_target, tiny_tokenizer
 
 DIALECT = Dialect.of()
 
@@ -120,8 +123,124 @@ def test_verifier_prompts_are_counted_and_a_refused_one_is_passed_over(
     with caplog.at_level("INFO"):
         prompts = read_prompts(str(path), template, limit=9, context=4, dialect=dialect)
     assert [(p.ids, p.later) for p in prompts] == [([66, 67], ()), ([68], ("E",))]
+    assert [(p.id, p.category) for p in prompts] == [("p.jsonl:2", "all"), ("p.jsonl:3", "all")]
     assert "3 questions of 2 rows, of 5 rows read" in caplog.text
     assert "template_error" in caplog.text and "bad_content" in caplog.text
     path.write_text(json.dumps(rows[0]))
-    with pytest.raises(EyasError, match="no usable prompt"):
+    with pytest.raises(EyasError, match=r"no usable prompt(.|\n)*p\.jsonl, row 1: template_error"):
         read_prompts(str(path), template, limit=9)
+
+
+def benchmark(path: Path, *blocks: tuple[str | None, str]) -> str:
+    """A file of one-letter questions, a block of them for each category; A's id is 65."""
+    rows = [
+        {"question_id": ord(letter), "turns": [letter, letter.lower()]} | ({"category": name} if name else {})
+        for name, letters in blocks
+        for letter in letters
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+TEMPLATE = cast(ChatTemplate, NoSystem())
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (1, "A"),
+        (3, "AEG"),
+        (5, "AEGBF"),  # the third category is used up
+        (6, "AEGBFC"),
+        (99, "AEGBFCD"),
+    ],
+)
+def test_categories_take_turns(tmp_path: Path, limit: int, expected: str) -> None:
+    path = benchmark(tmp_path / "p.jsonl", ("writing", "ABCD"), ("math", "EF"), ("coding", "G"))
+    prompts = read_prompts(path, TEMPLATE, limit=limit)
+    assert "".join(chr(p.ids[0]) for p in prompts) == expected
+    assert [p.id for p in prompts] == [str(ord(letter)) for letter in expected]
+    named = dict.fromkeys("ABCD", "writing") | dict.fromkeys("EF", "math") | {"G": "coding"}
+    assert [p.category for p in prompts] == [named[letter] for letter in expected]
+
+
+def test_a_prompt_that_cannot_be_asked_is_replaced_by_one_of_its_category(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"category": "a", "prompt": "too long"},
+        {"category": "a", "prompt": "A", "system": "refused"},
+        *({"category": "a", "prompt": letter} for letter in "BC"),
+        *({"category": "b", "prompt": letter} for letter in "DE"),
+        {"prompt": "F"},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with caplog.at_level("INFO"):
+        prompts = read_prompts(str(tmp_path / "p.jsonl"), TEMPLATE, limit=3, context=4)
+    assert [(p.ids, p.category) for p in prompts] == [([66], "a"), ([68], "b"), ([70], "all")]
+    assert "3 questions of 3 rows, of 7 rows read" in caplog.text and "1 of a, 1 of b, 1 of all" in caplog.text
+    assert "1 prompts are empty or fill the target's context of 4 tokens" in caplog.text
+
+
+def test_without_categories_a_file_is_read_only_as_far_as_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = benchmark(tmp_path / "p.jsonl", (None, "ABCDEF"), ("math", "G"))
+    with caplog.at_level("INFO"):
+        prompts = read_prompts(path, TEMPLATE, limit=2)
+    assert [p.ids for p in prompts] == [[65], [66]] and "of 2 rows read" in caplog.text
+
+
+def test_the_next_question_is_of_the_same_prompt(tmp_path: Path) -> None:
+    prompt = read_prompts(benchmark(tmp_path / "p.jsonl", ("math", "A")), TEMPLATE, limit=1)[0]
+    following = prompt.next("answer")
+    assert following is not None and following.next("answer") is None
+    assert (following.ids, following.id, following.category) == ([97], "65", "math")
+    assert [m.content for m in following.messages] == ["A", "answer", "a"]
+    assert prompt.next("answer", context=1) is None
+
+
+def test_a_text_file_of_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("A\n\nBC\n")
+    prompts = read_prompts(str(tmp_path / "p.txt"), TEMPLATE, limit=9)
+    assert [(p.ids, p.id, p.category) for p in prompts] == [([65], "p.txt:1", "all"), ([66, 67], "p.txt:3", "all")]
+
+
+def test_bare_ids_that_fit() -> None:
+    prompts = usable([Prompt([]), Prompt([1, 2, 3]), Prompt([4]), Prompt([5]), Prompt([6])], limit=2, context=3)
+    assert prompts == [Prompt([4]), Prompt([5])] and prompts[0].category == "all"
+
+
+# --- a target without a chat template --------------------------------------------------------------------------------
+
+DATA = {"supervise": "assistant", "tools": "render", "too_long": "cut"}
+
+
+@pytest.mark.parametrize("adds", [None, "<|im_start|> $A", "<|im_start|> $A <|im_end|>"])
+def test_plain_text_has_the_tokens_before_it_but_no_end(adds: str | None) -> None:
+    """adds: what the tokenizer puts around a text, $A."""
+    tokenizer = tiny_tokenizer(None)
+    start, end = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.eos_token_id
+    if adds:
+        special = [("<|im_start|>", start), ("<|im_end|>", end)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=adds, special_tokens=special)
+    text = PlainText(tokenizer)
+    spelled = tokenizer("S\n\nQ?", add_special_tokens=False).input_ids
+    assert text.prompt_ids([Message("system", "S"), Message("user", "Q?")]) == [start] * bool(adds) + spelled
+    assert describe(text) == "none: plain text"
+
+
+def test_a_target_without_chat_template_is_asked_the_first_question_as_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "target"
+    tiny_target(folder, "llama")
+    files = TargetFiles.open(str(folder))
+    chat = prompt_template(files, {"path": "t", "template_kwargs": {}}, DATA)
+    assert isinstance(chat, ChatTemplate) and describe(chat) == chat.fingerprint()[:16]
+    files.tokenizer.chat_template = None
+    plain = prompt_template(files, {"path": "t", "template_kwargs": {}}, DATA)
+    assert isinstance(plain, PlainText) and "target.path=t: no chat template" in caplog.text
+    prompts = read_prompts(benchmark(tmp_path / "p.jsonl", ("math", "AB")), plain, limit=9)
+    assert [files.tokenizer.decode(p.ids) for p in prompts] == ["A", "B"]
+    assert [p.next("answer") for p in prompts] == [None, None]

@@ -84,9 +84,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 def test_greedy_output_is_plain_decodings_for_every_drafter(run: Config) -> None:
     run.verify.max_prompts, run.verify.max_new_tokens = len(PROMPTS), 20
+    run.verify.batch_sizes, run.verify.branch, run.verify.nodes = [1, 2], 3, 8
     totals = check(run)
-    assert all(sums["identical"] == len(PROMPTS) for sums in totals.values())
-    assert totals["adversarial"]["accepted"] > totals["random"]["accepted"]  # rollbacks of every length took place
+    assert all(total.identical == len(PROMPTS) for total in totals.values())
+    for slots in (1, 2):
+        for shape in ("chain", "tree"):  # roll-backs of every length took place
+            assert totals[f"adversary, {shape}, {slots} at a time"].accepted > len(PROMPTS)
 
 
 def test_stored_features_are_the_targets(run: Config) -> None:
@@ -120,11 +123,12 @@ def test_the_trained_drafter_drafts_as_it_was_trained(run: Config) -> None:
     for number in (0, 1, 5):
         stop = int(slots.index[number]) + 1
         new = slice(confirmed, stop)
-        logits = session.extend(batch.taps[new], batch.final[new], batch.input_ids[confirmed + 1 : stop + 1])
+        following = batch.input_ids[confirmed + 1 : stop + 1]
+        logits = session.extend([0], [len(following)], batch.taps[new], batch.final[new], following)[0]
         confirmed = stop
         for k in range(7):
             torch.testing.assert_close(logits, unrolled[row[k, number]], rtol=1e-4, atol=1e-4)
-            logits = session.expand(torch.tensor([k - 1]), batch.input_ids[stop + 1 + k : stop + 2 + k])[0]
+            logits = session.expand([0], torch.tensor([k - 1]), batch.input_ids[stop + 1 + k : stop + 2 + k], k + 1)[0]
 
 
 def test_it_learned_and_the_export_is_what_was_trained(run: Config) -> None:

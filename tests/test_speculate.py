@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
-from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
 
+from eval.draft_model import ModelSession
+from eval.drafting import DraftingProposer
+from eval.dynamic_tree import DynamicTree
 from eval.metrics import Round
-from eval.proposers import DrafterProposer, PlainProposer, Proposer, ScriptedProposer, random_proposer
+from eval.ngram import NgramProposer
+from eval.proposers import PlainProposer, Proposer, ScriptedProposer, random_proposer
 from eval.sampling import Sampling
-from eval.speculate import Decoder, Generation, Limits, generate, output_text
+from eval.shapes import Shape, StaticTree, chain
+from eval.speculate import Decoder, Generation, Limits, Request, generate, generate_all, output_text
 from eval.tree import ROOT, DraftTree, Drawn
+from models.blocks import States
 from models.drafter import Drafter
 from models.eagle3 import Eagle3Drafter
 from models.errors import EyasError
-from models.target import Features, Target
+from models.target import Target
 from models.vocab import DraftVocab
 from tests.tiny import tiny_target
 
@@ -62,7 +64,7 @@ def decode(
     sampling: Sampling = GREEDY,
     **limits: Any,
 ) -> Generation:
-    return generate(Decoder(target, sampling, Limits(new, **limits), random.Random(0).random), proposer, prompt)
+    return generate(Decoder(target, sampling, Limits(new, **limits)), proposer, prompt, random.Random(0).random)
 
 
 def oracle(prompt: Sequence[int], text: Sequence[int], gamma: int) -> ScriptedProposer:
@@ -106,6 +108,18 @@ def drafter_for(target: Target) -> Drafter:
     return Eagle3Drafter.create(target.frozen(), vocab, target.tap_ids, seed=1)
 
 
+def drafting(
+    target: Target, shape: Shape | None = None, sampling: Sampling = GREEDY, **options: Any
+) -> DraftingProposer:
+    drafter, slots = drafter_for(target), options.pop("slots", 1)
+    session = drafter.session(target.frozen(), slots)
+    return DraftingProposer(session, drafter.vocab, shape or chain(4), sampling, **options)
+
+
+BUSHY = StaticTree.of_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0, 0]])
+SHAPES: dict[str, Shape] = {"chain": chain(4), "static": BUSHY, "dynamic": DynamicTree(4, 3, 9)}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_the_targets_own(load: Callable[[str], Target], family: str) -> None:
     target = load(family)
@@ -117,7 +131,10 @@ def test_greedy_output_is_the_targets_own(load: Callable[[str], Target], family:
             "oracle": oracle(prompt, text, 5),
             "adversary": adversary(prompt, text, target.vocab_size),
             "trees": bushy(prompt, text, target.vocab_size),
-            "drafter": DrafterProposer(drafter_for(target), target.frozen(), 4, GREEDY),
+            "ngram": NgramProposer(1, 3, 4),
+            "model": DraftingProposer(ModelSession(target, 1), DraftVocab.full(target.vocab_size), chain(3), GREEDY),
+            **{f"drafter, {name}": drafting(target, shape) for name, shape in SHAPES.items()},
+            "drafter, adaptive": drafting(target, BUSHY, adaptive=True),
         }
         out = {name: decode(target, proposer, prompt) for name, proposer in proposers.items()}
         assert {name: o.tokens for name, o in out.items()} == dict.fromkeys(out, text[:24])
@@ -125,6 +142,7 @@ def test_greedy_output_is_the_targets_own(load: Callable[[str], Target], family:
         # The prefill gives one token, full blocks 6 each: 1 + 6 + 6 + 6 + 5 of the last 6.
         assert out["oracle"].rounds == [Round(5, 5, 6)] * 3 + [Round(5, 5, 5)]
         assert [r.accepted for r in out["trees"].rounds] == [3] * 6
+        assert [r.accepted for r in out["model"].rounds] == [3] * 6  # the target drafts for itself
         assert [r.accepted for r in out["adversary"].rounds][:6] == [0, 1, 2, 3, 4, 5]
 
 
@@ -188,12 +206,12 @@ def test_the_context_narrows_drafts_and_ends_the_text(load: Callable[[str], Targ
 def test_penalties_hold_inside_blocks(load: Callable[[str], Target]) -> None:
     """A repetition penalty sees the drafted tokens before each position; equal to plain decoding."""
     target, prompt = load("llama"), PROMPTS[3]
-    sampling = Sampling(0.0, extra=(RepetitionPenaltyLogitsProcessor(5.0),))
+    sampling = Sampling(0.0, repetition_penalty=5.0)
     plain = decode(target, PlainProposer(), prompt, sampling=sampling)
     assert plain.tokens != plain_greedy(target, prompt, 24), "the penalty has no effect here"
     text = decode(target, PlainProposer(), prompt, 40, sampling).tokens
-    drafter = DrafterProposer(drafter_for(target), target.frozen(), 4, sampling)
-    for proposer in (oracle(prompt, text, 5), bushy(prompt, text, target.vocab_size), drafter):
+    own: list[Proposer] = [drafting(target, shape, sampling) for shape in SHAPES.values()]
+    for proposer in (oracle(prompt, text, 5), bushy(prompt, text, target.vocab_size), *own):
         assert decode(target, proposer, prompt, sampling=sampling).tokens == plain.tokens
 
 
@@ -201,148 +219,154 @@ def test_top_k_1_equals_greedy(load: Callable[[str], Target]) -> None:
     target, prompt = load("llama"), PROMPTS[0]
     text = plain_greedy(target, prompt, 24)
     for sampling in (Sampling(1.0, top_k=1), Sampling(0.1, top_k=1, top_p=0.9), Sampling(1e-4), Sampling(1e-6)):
-        proposer = DrafterProposer(drafter_for(target), target.frozen(), 4, sampling, uniform=random.Random(1).random)
-        assert decode(target, proposer, prompt, sampling=sampling).tokens == text
+        for shape in SHAPES.values():
+            assert decode(target, drafting(target, shape, sampling), prompt, sampling=sampling).tokens == text
 
 
 class Recording:
-    """A proposer that notes the true features it is given."""
+    """A proposer that notes the true states it is given."""
 
     def __init__(self, inner: Proposer) -> None:
         self.inner = inner
-        self.seen: list[tuple[Features, list[int]]] = []
+        self.seen: list[tuple[States, list[int]]] = []
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self.inner.begin(prompt)
+    def begin(self, slot: int, prompt: Sequence[int], uniform: Callable[[], float]) -> None:
+        self.inner.begin(slot, prompt, uniform)
 
-    def commit(self, features: Any, next_ids: Sequence[int]) -> None:
-        self.seen.append((features, list(next_ids)))
-        self.inner.commit(features, next_ids)
+    def commit(self, slot: int, states: States, next_ids: Sequence[int]) -> None:
+        self.seen.append((states, list(next_ids)))
+        self.inner.commit(slot, states, next_ids)
 
-    def propose(self, limit: int) -> DraftTree:
-        return self.inner.propose(limit)
+    def propose(self, limits: Sequence[int]) -> list[DraftTree]:
+        return self.inner.propose(limits)
+
+    def move(self, source: int, to: int) -> None:
+        self.inner.move(source, to)
 
 
 @pytest.mark.parametrize("make", [oracle, adversary, bushy])
-def test_committed_features_are_the_targets_true_ones(load: Callable[[str], Target], make: Any) -> None:
+def test_committed_states_are_the_targets_true_ones(load: Callable[[str], Target], make: Any) -> None:
     """After every pass: what the drafter was given = one plain forward over the confirmed text."""
     target, prompt = load("gemma3"), PROMPTS[0]
     text = plain_greedy(target, prompt, 30)
     recording = Recording(make(prompt, text, 5 if make is oracle else target.vocab_size))
     out = decode(target, recording, prompt)
-    given = [torch.cat(column) for column in zip(*(features for features, _ in recording.seen), strict=True)]
+    given = [torch.cat(column) for column in zip(*(states for states, _ in recording.seen), strict=True)]
     ids = torch.tensor([*prompt, *out.tokens])[: len(given[0])]
-    for mine, true in zip(given, target.features([ids])[0], strict=True):
-        torch.testing.assert_close(mine, true, atol=1e-4, rtol=1e-4)
+    (true,) = target.features([ids])
+    for mine, expected in zip(given, (true.taps, true.final), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-4, rtol=1e-4)
     followers = [token for _, next_ids in recording.seen for token in next_ids]
     assert followers == [*prompt, *out.tokens][1 : len(followers) + 1]
 
 
+class Watched(DraftingProposer):
+    """Notes every proposal and the text it was made for."""
+
+    def propose(self, limits: Sequence[int]) -> list[DraftTree]:
+        trees = super().propose(limits)
+        self.drafted = [*getattr(self, "drafted", []), *((list(self.texts[0].ids), tree) for tree in trees)]
+        return trees
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_proposal_equals_that_of_a_drafter_built_anew(load: Callable[[str], Target], temperature: float) -> None:
-    """No trace of rejected drafts: chains drafted along the way = chains after one commit of the whole text."""
+@pytest.mark.parametrize("kind", ["drafter", "model"])
+def test_every_proposal_equals_that_of_a_drafter_built_anew(
+    load: Callable[[str], Target], kind: str, temperature: float, shape: str
+) -> None:
+    """No trace of rejected drafts: trees drafted along the way = trees after one commit of the whole text."""
     target, prompt = load("qwen3"), PROMPTS[0]
-    sampling = Sampling(temperature)
-
-    def fresh(uniform: Callable[[], float]) -> DrafterProposer:
-        return DrafterProposer(drafter_for(target), target.frozen(), 3, sampling, uniform=uniform)
-
-    drafted: list[tuple[int, DraftTree]] = []
-
-    class Watched(DrafterProposer):
-        def propose(self, limit: int) -> DraftTree:
-            drafted.append((len(self.ids), super().propose(limit)))
-            return drafted[-1][1]
+    sampling, drafter, model = Sampling(temperature), drafter_for(target), load("gemma3")
 
     def half() -> float:
         return 0.5  # the same for every draw makes sampling repeatable
 
-    watched = Watched(drafter_for(target), target.frozen(), 3, sampling, uniform=half)
-    out = decode(target, watched, prompt, sampling=sampling)
-    ids = [*prompt, *out.tokens]
-    assert len(drafted) > 5
-    for length, tree in drafted:
-        proposer = fresh(half)
-        proposer.begin(prompt)
-        proposer.commit(target.features([torch.tensor(ids[: length - 1])])[0], ids[1:length])
-        again = proposer.propose(3)
-        assert again.tokens.tolist() == tree.tokens.tolist()
-        assert len(again.q) == len(tree.q) == (3 if temperature else 0)
-        for mine, true in zip(tree.q, again.q, strict=True):
-            torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-4)
+    def fresh() -> Watched:
+        if kind == "model":
+            return Watched(ModelSession(model, 1), DraftVocab.full(target.vocab_size), SHAPES[shape], sampling)
+        return Watched(drafter.session(target.frozen()), drafter.vocab, SHAPES[shape], sampling)
+
+    watched = fresh()
+    generate(Decoder(target, sampling, Limits(24)), watched, prompt, half)
+    assert len(watched.drafted) > 5
+    for ids, tree in watched.drafted:
+        proposer = fresh()
+        proposer.begin(0, prompt, half)
+        (true,) = target.features([torch.tensor(ids[:-1])])
+        proposer.commit(0, States(true.taps, true.final), ids[1:])
+        (again,) = proposer.propose([10])
+        assert (again.tokens.tolist(), again.parents) == (tree.tokens.tolist(), tree.parents)
+        assert len(again.q) == len(tree.q)
+        for mine, expected in zip(tree.q, again.q, strict=True):
+            torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-4)
 
 
-# --- the distribution of sampled text -----------------------------------------------------------------------
+# --- several sequences at a time ----------------------------------------------------------------------------
 
-VOCAB, LENGTH, TRIALS, FALSE_ALARM = 4, 3, 1200, 1e-3
-
-
-class MarkovTarget:
-    """A target whose next-token logits depend on the last two tokens: the loop's interface over a table."""
-
-    vocab_size = VOCAB
-    device = torch.device("cpu")
-
-    def __init__(self, seed: int) -> None:
-        self.table = 1.5 * torch.randn(VOCAB, VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
-
-    def new_cache(self) -> list[int]:
-        return []
-
-    def step(
-        self, ids: Tensor, positions: Tensor, cache: list[int], attention_mask: Tensor | None = None, keep: int = 0
-    ) -> tuple[Tensor, Features]:
-        assert attention_mask is None, "chains only"
-        assert positions.tolist() == list(range(len(cache), len(cache) + len(ids)))
-        cache += ids.tolist()
-        before = torch.tensor([cache[0], *cache])[-len(ids) - 1 : -1]
-        return self.table[before, ids][-keep:], Features(*(ids[:, None].float(),) * 4)
-
-    def rollback(self, cache: list[int], length: int, then: Sequence[int] = ()) -> None:
-        cache[:] = [*cache[:length], *(cache[i] for i in then)]
+MANY = [[1, 40, 50], [1], list(range(3, 40)), [1, 7, 7, 7, 9], [5] * 17, [200, 30], [9, 8, 7, 6]]
 
 
-class MarkovDrafter:
-    """A drafter over half the vocabulary whose logits depend on the last token."""
+def decode_many(
+    target: Target, proposer: Proposer, slots: int, sampling: Sampling, **limits: Any
+) -> dict[int, Generation]:
+    found: dict[int, Generation] = {}
+    waiting = deque(Request(prompt, random.Random(i).random, i) for i, prompt in enumerate(MANY))
+    decoder = Decoder(target, sampling, Limits(**({"max_new_tokens": 20} | limits)))
+    seconds = generate_all(decoder, proposer, waiting, slots, done=lambda r, out: found.update({r.about: out}))
+    assert seconds.passes > 0 and seconds.decode > 0
+    return found
 
-    def __init__(self, seed: int) -> None:
-        self.vocab = DraftVocab(torch.tensor([0, 1, 3]), VOCAB)
-        self.table = 1.5 * torch.randn(VOCAB, 3, generator=torch.Generator().manual_seed(seed))
 
-    def session(self, frozen: Any) -> Any:
-        return SimpleNamespace(
-            extend=lambda taps, final, next_ids: self.table[next_ids[-1]],
-            expand=lambda parents, tokens: self.table[tokens],
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(0.8, top_p=0.9, repetition_penalty=1.2)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_company_changes_nothing(load: Callable[[str], Target], family: str, shape: str, sampling: Sampling) -> None:
+    """Prompts of 1 to 37 tokens, 1, 2 and 4 at a time, that end in different passes: every sequence's tokens and
+    rounds are those of decoding it alone."""
+    target = load(family)
+    plain = decode_many(target, PlainProposer(), 1, sampling)
+    ends = frozenset(plain[i].tokens[5 + 4 * i] for i in range(3))
+    ends |= frozenset() if sampling.greedy else frozenset(range(0, target.vocab_size, 16))
+    alone = decode_many(target, drafting(target, SHAPES[shape], sampling), 1, sampling, eos_ids=ends)
+    assert len({len(out.tokens) for out in alone.values()}) > 2, "all end alike: nothing is moved"
+    for slots in (2, 4):
+        together = decode_many(
+            target, drafting(target, SHAPES[shape], sampling, slots=slots), slots, sampling, eos_ids=ends
         )
+        for i, out in alone.items():
+            assert (together[i].tokens, together[i].finish) == (out.tokens, out.finish)
+            assert together[i].rounds == out.rounds
+            assert [(r.tokens, r.path) for r in together[i].rounds] == [(r.tokens, r.path) for r in out.rounds]
 
 
-SAMPLINGS = (Sampling(1.0), Sampling(0.6, top_k=3, top_p=0.9))
+def test_greedy_batches_equal_uncached_decoding(load: Callable[[str], Target]) -> None:
+    target = load("gemma3")
+    for proposer in (PlainProposer(), NgramProposer(1, 3, 4), drafting(target, BUSHY, slots=3)):
+        found = decode_many(target, proposer, 3, GREEDY)
+        assert {i: out.tokens for i, out in found.items()} == {
+            i: plain_greedy(target, prompt, 20) for i, prompt in enumerate(MANY)
+        }
 
 
-@pytest.mark.parametrize("greedy_drafts", [False, True])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_sampled_text_has_the_targets_distribution(sampling: Sampling, greedy_drafts: bool) -> None:
-    """Joint of the first three tokens over TRIALS texts; four cases at a false-alarm rate of FALSE_ALARM together."""
-    target: Any = MarkovTarget(3)
-    rng, prompt = random.Random(11), [0, 2]
-    frozen: Any = SimpleNamespace(head=target.table)
-    drafter: Any = MarkovDrafter(4)
-    proposer = DrafterProposer(drafter, frozen, 2, sampling, uniform=rng.random, greedy_drafts=greedy_drafts)
-    decoder = Decoder(target, sampling, Limits(LENGTH), rng.random)
-    outs = [generate(decoder, proposer, prompt) for _ in range(TRIALS)]
-    seen = Counter(tuple(out.tokens) for out in outs)
-    assert sum(r.accepted for out in outs for r in out.rounds) > TRIALS / 4, "nearly nothing was accepted"
+def test_no_drafts_above_a_batch_size(load: Callable[[str], Target]) -> None:
+    """With off_above=1 nothing is drafted while two decode; the last one alone drafts again, from true states."""
+    target = load("llama")
+    found = decode_many(target, drafting(target, slots=2, off_above=1), 2, GREEDY)
+    drafted = [r.drafted for out in found.values() for r in out.rounds]
+    assert 0 in drafted and 4 in drafted
+    assert [out.tokens for _, out in sorted(found.items())] == [plain_greedy(target, prompt, 20) for prompt in MANY]
 
-    def joint(text: tuple[int, ...]) -> float:
-        ids, chance = [*prompt, *text], 1.0
-        for i in range(2, 2 + LENGTH):
-            chance *= float(sampling.probs(target.table[ids[i - 2], ids[i - 1]], ids[:i])[ids[i]])
-        return chance
 
-    expected = {text: TRIALS * joint(text) for text in itertools.product(range(VOCAB), repeat=LENGTH)}
-    assert all(expected[text] > 0 for text in seen), "an impossible text"
-    small = [text for text, e in expected.items() if e < 5]
-    cells = [(seen[text], e) for text, e in expected.items() if e >= 5]
-    cells.append((sum(seen[t] for t in small), sum(expected[t] for t in small) or 1e-9))
-    statistic = sum((o - e) ** 2 / e for o, e in cells)
-    assert chi2.sf(statistic, len(cells) - 1) > FALSE_ALARM / 4
+def test_a_new_request_may_follow_an_answer(load: Callable[[str], Target]) -> None:
+    target = load("llama")
+    waiting, found = deque([Request([1, 40], about=0)]), list[tuple[int, list[int]]]()
+
+    def done(request: Request, out: Generation) -> None:
+        found.append((request.about, out.tokens))
+        if request.about < 2:
+            waiting.append(Request([*request.prompt, *out.tokens], about=request.about + 1))
+
+    generate_all(Decoder(target, GREEDY, Limits(5)), PlainProposer(), waiting, 2, done=done)
+    whole = plain_greedy(target, [1, 40], 15)
+    assert found == [(0, whole[:5]), (1, whole[5:10]), (2, whole[10:])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
 
 from models import target as target_module
+from models.blocks import Block, States
 from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.load_frozen import fingerprint, load_frozen
@@ -97,54 +98,106 @@ def test_scores_do_not_depend_on_the_chunk(target: Target, monkeypatch: pytest.M
     assert all(same(a, b) for a, b in zip(target.features(rows), whole, strict=True))
 
 
+def states(features: Features | States, *index: Any) -> States:
+    return States(features.taps[index], features.final[index])
+
+
+def same_states(a: States, b: States) -> bool:
+    return close(a.taps, b.taps) and close(a.final, b.final)
+
+
 def test_steps_and_rollback_equal_a_fresh_forward(target: Target) -> None:
     (row,) = random_rows([26])
     _, _, logits = reference(target, row)
     (whole,) = target.features([row])
     cache = target.new_cache()
-    last, seen = target.step(row[:12], torch.arange(12), cache, keep=1)
-    assert close(last, logits[11:12]) and same(seen, Features(*(x[:12] for x in whole)))
+    last, seen = target.step([Block(row[:12])], cache, last_only=True)
+    cache.keep(0, range(12))
+    assert close(last, logits[11:12]) and same_states(seen, states(whole, slice(12)))
     for start, stop in ((12, 13), (13, 18), (18, 26)):
-        wrong = (row[start : start + 5] + 1) % 288
-        target.step(wrong, torch.arange(start, start + wrong.numel()), cache)  # a rejected block
-        target.rollback(cache, start)
-        got, seen = target.step(row[start:stop], torch.arange(start, stop), cache)
-        assert close(got, logits[start:stop]) and same(seen, Features(*(x[start:stop] for x in whole)))
-    assert cache.get_seq_length() == 26
-    with pytest.raises(ValueError, match="27"):
-        target.rollback(cache, 27)
+        target.step([Block((row[start : start + 5] + 1) % 288)], cache)  # a rejected block
+        cache.keep(0, [])
+        got, seen = target.step([Block(row[start:stop])], cache)
+        assert close(got, logits[start:stop]) and same_states(seen, states(whole, slice(start, stop)))
+        cache.keep(0, range(stop - start))
+    assert cache.lengths == [26] and cache.pending == [0]
+
+
+def tree_block(tokens: Tensor, parents: Sequence[int]) -> tuple[Block, list[list[int]]]:
+    """A block of drafted nodes and the path of each."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), node])
+    seen = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node, path in enumerate(paths):
+        seen[node, path] = True
+    return Block(tokens, [len(path) - 1 for path in paths], seen), paths
 
 
 def test_tree_step_equals_each_path_and_keeps_the_accepted_one(target: Target) -> None:
     (prefix,) = random_rows([11])
     tokens = random_rows([6], seed=1)[0]
-    parents = [-1, -1, 0, 0, 1, 3]  # node 5's path is 0, 3, 5
-    paths: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else []), node])
-    allowed = torch.zeros(6, 17, dtype=torch.bool)
-    allowed[:, :11] = True
-    for node, path in enumerate(paths):
-        allowed[node, [11 + i for i in path]] = True
-    positions = torch.tensor([10 + len(path) for path in paths])
+    block, paths = tree_block(tokens, [-1, -1, 0, 0, 1, 3])  # node 5's path is 0, 3, 5
     cache = target.new_cache()
-    target.step(prefix, torch.arange(11), cache)
-    logits, seen = target.step(tokens, positions, cache, allowed)
+    target.step([Block(prefix)], cache)
+    cache.keep(0, range(11))
+    logits, seen = target.step([block], cache)
     for node, path in enumerate(paths):
         (fresh,) = target.features([torch.cat([prefix, tokens[path]])])
-        assert same(Features(*(x[node] for x in seen)), Features(*(x[-1] for x in fresh)))
+        assert same_states(states(seen, node), states(fresh, -1))
         assert close(logits[node].logsumexp(-1), fresh.lse[-1])
-    target.rollback(cache, 11, [11, 14, 16])
+    cache.keep(0, [0, 3, 5])
     after = random_rows([3], seed=2)[0]
-    got, _ = target.step(after, torch.arange(14, 17), cache)
+    got, _ = target.step([Block(after)], cache)
     _, _, expected = reference(target, torch.cat([prefix, tokens[[0, 3, 5]], after]))
     assert close(got, expected[-3:])
 
 
-def test_tree_mask_of_the_wrong_shape_is_refused(target: Target) -> None:
+def test_sequences_of_different_lengths_do_not_see_each_other(target: Target) -> None:
+    """Slots with texts of their own, chains, trees and single tokens in one forward, slots moved: as each alone."""
+    prompts = random_rows([3, 31, 9, 300])
+    cache = target.new_cache(slots=4)
+    for slot, prompt in enumerate(prompts):
+        last, _ = target.step([Block(prompt)], cache, first=slot, last_only=True)
+        assert close(last, reference(target, prompt)[2][-1:])
+        cache.keep(slot, range(prompt.numel()))
+    tree, paths = tree_block(random_rows([5], seed=3)[0], [-1, -1, 1, 1, 3])
+    blocks = [tree, Block(random_rows([7], seed=4)[0]), Block(random_rows([1], seed=5)[0]), tree]
+    logits, seen = target.step(blocks, cache)
+    kept = [[1, 3], [0, 1, 2], [], [0]]
+    for slot, (rows, block) in enumerate(zip(logits.split([5, 7, 1, 5]), blocks, strict=True)):
+        for node in range(block.tokens.numel()):
+            path = paths[node] if block is tree else list(range(node + 1))
+            assert close(rows[node], reference(target, torch.cat([prompts[slot], block.tokens[path]]))[2][-1])
+        cache.keep(slot, kept[slot])
+    texts = [torch.cat([p, b.tokens[k]]) for p, b, k in zip(prompts, blocks, kept, strict=True)]
+    cache.move(3, 0)
+    texts[0] = texts.pop()
+    ends = random_rows([2, 4], seed=6)
+    logits, seen = target.step([Block(end) for end in ends], cache, first=1)
+    whole = [reference(target, torch.cat([texts[slot + 1], end]))[2] for slot, end in enumerate(ends)]
+    assert close(logits, torch.cat([whole[0][-2:], whole[1][-4:]]))
+    logits, seen = target.step([Block(ends[0])], cache)
+    assert close(logits, reference(target, torch.cat([texts[0], ends[0]]))[2][-2:])
+    (fresh,) = target.features([torch.cat([texts[0], ends[0]])])
+    assert same_states(seen, states(fresh, slice(-2, None)))
+
+
+def test_pending_tokens_can_be_read_in_several_blocks(target: Target) -> None:
+    """What a draft model does: nodes level by level, each seeing its ancestors among those read before."""
+    (prefix,), tokens = random_rows([5]), random_rows([4], seed=1)[0]
     cache = target.new_cache()
-    with pytest.raises(ValueError, match="attention_mask"):
-        target.step(torch.tensor([1, 2]), torch.arange(2), cache, torch.ones(2, 3, dtype=torch.bool))
+    target.step([Block(prefix)], cache)
+    cache.keep(0, range(5))
+    target.step([Block(tokens[:2], [0, 0], torch.eye(2, dtype=torch.bool))], cache)
+    seen = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1]], dtype=torch.bool)
+    logits, _ = target.step([Block(tokens[2:], [1, 1], seen)], cache)
+    for i in (0, 1):
+        assert close(logits[i], reference(target, torch.cat([prefix, tokens[[i, i + 2]]]))[2][-1])
+    with pytest.raises(ValueError, match="seen"):
+        target.step([Block(tokens[:1], [0], torch.ones(1, 2, dtype=torch.bool))], cache)
+    with pytest.raises(ValueError, match="slot 0"):
+        cache.keep(0, [1, 0])
 
 
 def equal_frozen(a: FrozenTarget, b: FrozenTarget) -> bool:

@@ -1,0 +1,176 @@
+"""What ``drafter_path`` names: trained drafters, independent draft models, n-gram lookup, each with its tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.schema import VerifyConfig
+from eval.draft_model import ModelSession, check_same_tokenizer, draft_vocab
+from eval.drafting import DraftingProposer
+from eval.dynamic_tree import DynamicTree
+from eval.ngram import NgramProposer
+from eval.proposers import Proposer
+from eval.sampling import Sampling
+from eval.shapes import Shape, StaticTree, chain, classic, fit, read_tree
+from models.drafter import Drafter, DraftSession
+from models.errors import EyasError
+from models.frozen import FrozenTarget
+from models.portable import open_drafter
+from models.run_folder import best_checkpoint
+from models.target import Target
+from models.vocab import DraftVocab
+
+NGRAM, MODEL = "ngram", "model:"
+CLASSIC = ("medusa", "eagle1")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to draft. name: unique in the report; path: where it comes from, None for n-grams.
+
+    drafter: a trained one, with the frozen target tensors it reads; model: an independent one; n-grams: neither.
+    shape: its draft tree, trimmed to what it can draft; n-grams always draft chains.
+    """
+
+    name: str
+    kind: str  # drafter | model | ngram
+    path: str | None
+    shape: Shape
+    drafter: Drafter | None = None
+    frozen: FrozenTarget | None = None
+    model: Target | None = None
+    vocab: DraftVocab | None = None
+
+    def session(self, slots: int) -> DraftSession:
+        if self.model is not None:
+            return ModelSession(self.model, slots, len(self.drafts))
+        assert self.drafter is not None and self.frozen is not None, "n-grams have no session"
+        return self.drafter.session(self.frozen, slots)
+
+    @property
+    def drafts(self) -> DraftVocab:
+        """The tokens that it can draft."""
+        assert self.vocab is not None, "n-grams have no vocabulary"
+        return self.vocab
+
+    def proposer(self, target: Target, sampling: Sampling, verify: VerifyConfig, slots: int) -> Proposer:
+        if self.kind == NGRAM:
+            return NgramProposer(verify.ngram_min, verify.ngram_max, verify.gamma)
+        session = self.session(slots)
+        if self.drafter is not None and tuple(target.tap_ids) != tuple(self.drafter.tap_ids):
+            session = OfTaps(session, target, self.drafter.tap_ids)
+        return DraftingProposer(
+            session,
+            self.drafts,
+            self.shape,
+            sampling,
+            draws=verify.draws,
+            adaptive=verify.adaptive,
+            off_above=verify.off_above,
+        )
+
+    def about(self) -> dict[str, Any]:
+        """Its entry of ``drafters`` in report.json."""
+        tree = "chain" if self.is_chain else "dynamic" if isinstance(self.shape, DynamicTree) else "static"
+        sizes = {"levels": self.shape.levels, "nodes": self.shape.nodes}
+        return {"name": self.name, "kind": self.kind, "path": self.path, "tree": tree, **sizes}
+
+    @property
+    def is_chain(self) -> bool:
+        return isinstance(self.shape, StaticTree) and self.shape.nodes == self.shape.levels
+
+    def with_shape(self, shape: Shape) -> Candidate:
+        return replace(self, shape=shape)
+
+
+class OfTaps:
+    """A session that is given the target's taps and reads some of them: drafters with other taps share one target."""
+
+    def __init__(self, session: DraftSession, target: Target, taps: Sequence[int]) -> None:
+        missing = sorted(set(taps) - set(target.tap_ids))
+        if missing:
+            raise EyasError(f"target.taps={list(target.tap_ids)}: the drafter reads {list(taps)}")
+        width = target.hidden_size
+        starts = [target.tap_ids.index(tap) * width for tap in taps]
+        self.columns = torch.cat([torch.arange(start, start + width) for start in starts]).to(target.device)
+        self.session = session
+        self.reset, self.move, self.expand = session.reset, session.move, session.expand
+
+    def extend(
+        self, slots: Sequence[int], counts: Sequence[int], taps: Tensor, final: Tensor, next_ids: Tensor
+    ) -> Tensor:
+        return self.session.extend(slots, counts, taps[:, self.columns], final, next_ids)
+
+
+def shape_of(verify: VerifyConfig) -> Shape:
+    """The tree that the ``verify`` section asks for."""
+    if verify.tree == "chain":
+        return chain(verify.gamma)
+    if verify.tree == "dynamic":
+        return DynamicTree(verify.gamma, verify.branch, verify.nodes)
+    return classic(verify.tree) if verify.tree in CLASSIC else read_tree(verify.tree)
+
+
+def trained(drafter: Drafter, frozen: FrozenTarget, verify: VerifyConfig, path: str | None = None) -> Candidate:
+    """A trained drafter as a candidate."""
+    shape = fit(shape_of(verify), "verify.tree", drafter.max_depth, len(drafter.vocab))
+    return Candidate(drafter_name(path), "drafter", path, shape, drafter.eval(), frozen, vocab=drafter.vocab)
+
+
+def independent(model: Target, target: Target, verify: VerifyConfig, path: str) -> Candidate:
+    """A smaller model with the target's tokenizer as a candidate."""
+    check_same_tokenizer(target, model)
+    vocab = draft_vocab(target, model)
+    shape = fit(shape_of(verify), "verify.tree", None, len(vocab))
+    return Candidate(drafter_name(path), "model", path, shape, model=model, vocab=vocab)
+
+
+def ngrams(verify: VerifyConfig) -> Candidate:
+    return Candidate(NGRAM, NGRAM, None, chain(verify.gamma))
+
+
+def drafter_name(path: str | None) -> str:
+    """A name for tables: the run of a checkpoint or of its export, otherwise the last folder."""
+    if path is None:
+        return "drafter"
+    parts = [part for part in Path(path.removeprefix(MODEL)).parts if part not in ("/", "..", ".")]
+    while len(parts) > 1 and (parts[-1] in ("export", "checkpoints") or parts[-1].startswith("step_")):
+        parts.pop()
+    return parts[-1] if parts else path
+
+
+def told_apart(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The same with a number behind every name that an earlier one has."""
+    found: list[Candidate] = []
+    for one in candidates:
+        count = sum(one.name == other.name for other in candidates[: len(found)])
+        found.append(replace(one, name=f"{one.name} ({count + 1})") if count else one)
+    return found
+
+
+def drafter_folder(path: str | None, run: Path) -> Path:
+    """The checkpoint or export to measure; of a run directory its best checkpoint, or its newest."""
+    source = Path(path) if path else run
+    found = best_checkpoint(source)
+    if found is not None:
+        return found
+    if path is None:
+        raise EyasError(f"{run}: no checkpoint to measure; train first, or give drafter_path=FOLDER")
+    return source
+
+
+def load_drafter(source: Path, vocab_size: int, layers: int, target: str, device: str) -> Drafter:
+    """A checkpoint or export of a drafter, checked against the target's vocabulary."""
+    drafter = open_drafter(source, target_layers=layers).to(device)
+    if drafter.vocab.size != vocab_size:
+        raise EyasError(
+            f"{source}: drafts for a vocabulary of {drafter.vocab.size}, target.path={target} has {vocab_size}; "
+            "it was trained for another target"
+        )
+    return drafter

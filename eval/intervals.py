@@ -1,0 +1,100 @@
+"""95% percentile bootstrap intervals over prompts: of a pooled ratio, and of two ratios on the same prompts.
+
+Prompts are drawn again with replacement (Efron's percentile method), never single passes: the passes of one answer are
+alike. Two drafters measured on the same prompts are compared on the same draws, so that what makes a prompt easy or
+hard for both cancels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+RESAMPLES = 2000
+BOUNDS = (0.025, 0.975)
+AT_ONCE = 1 << 22  # drawn prompt numbers in memory at a time
+
+Interval = tuple[float, float]
+
+
+class Sums(NamedTuple):
+    """Of each prompt, the two sums whose pooled ratio is of interest, float64 [P] each: tokens and passes, say."""
+
+    top: np.ndarray
+    bottom: np.ndarray
+
+    @classmethod
+    def of(cls, top: Iterable[float], bottom: Iterable[float]) -> Sums:
+        sums = cls(np.asarray([*top], dtype=np.float64), np.asarray([*bottom], dtype=np.float64))
+        if sums.top.shape != sums.bottom.shape:
+            raise ValueError(f"{len(sums.top)} prompts above, {len(sums.bottom)} below")
+        return sums
+
+    @property
+    def ratio(self) -> float | None:
+        """The pooled ratio, None where there is nothing to divide by."""
+        whole = float(self.bottom.sum())
+        return float(self.top.sum()) / whole if whole else None
+
+
+class Estimate(NamedTuple):
+    value: float | None
+    interval: Interval | None
+
+
+def tau_sums(accepted: Iterable[Sequence[int]]) -> Sums:
+    """Of ``accepted[prompt][pass]``: tokens (accepted and the pass's own) over passes. A prompt may have no pass."""
+    prompts = [(sum(a) + len(a), len(a)) for a in accepted]
+    return Sums.of((tokens for tokens, _ in prompts), (passes for _, passes in prompts))
+
+
+def estimate(sums: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+    """The pooled ratio (tau, or tokens per second) and its interval."""
+    (drawn,) = resampled([sums], resamples, seed)
+    return Estimate(sums.ratio, percentiles(drawn))
+
+
+def difference(a: Sums, b: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+    """Pooled ratio of ``a`` less that of ``b``, paired: prompt i is the same for both."""
+    first, second = resampled([a, b], resamples, seed)
+    if a.ratio is None or b.ratio is None:
+        return Estimate(None, None)
+    return Estimate(a.ratio - b.ratio, percentiles(first - second))
+
+
+def quotient(a: Sums, b: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+    """Pooled ratio of ``a`` over that of ``b``, paired; of tokens over seconds: the speed-up of a against b."""
+    first, second = resampled([a, b], resamples, seed)
+    if a.ratio is None or not b.ratio:
+        return Estimate(None, None)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Estimate(a.ratio / b.ratio, percentiles(first / second))
+
+
+def resampled(measured: Sequence[Sums], resamples: int, seed: int) -> list[np.ndarray]:
+    """Pooled ratios [resamples] of each measurement, all on the same draws of prompts; NaN where nothing was drawn."""
+    prompts = len(measured[0].top)
+    if any(len(sums.top) != prompts for sums in measured):
+        raise ValueError("paired measurements need the same prompts")
+    found = [np.full(resamples, np.nan) for _ in measured]
+    if not prompts:
+        return found
+    rng = np.random.default_rng(seed)
+    step = max(1, AT_ONCE // prompts)
+    for start in range(0, resamples, step):
+        chosen = rng.integers(prompts, size=(min(step, resamples - start), prompts))
+        for ratios, sums in zip(found, measured, strict=True):
+            whole = sums.bottom[chosen].sum(1)
+            np.divide(sums.top[chosen].sum(1), whole, out=ratios[start : start + step], where=whole > 0)
+    return found
+
+
+def percentiles(drawn: np.ndarray) -> Interval | None:
+    """The interval of the drawn values; those that could not be computed are left out."""
+    usable = drawn[np.isfinite(drawn)]
+    if not len(usable):
+        return None
+    low, high = np.quantile(usable, BOUNDS)
+    return float(low), float(high)

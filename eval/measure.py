@@ -1,0 +1,340 @@
+"""The measurement: every prompt decoded plainly and by every candidate, at every temperature and batch size.
+
+:func:`measure` works on loaded models and returns what report.json holds (eval/report.schema.json describes it).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+from conf.schema import VerifyConfig
+from eval.accept import Rule
+from eval.candidates import Candidate
+from eval.decode import PLAIN, Answer, Decoded, decode_all
+from eval.intervals import Sums, difference, quotient, tau_sums
+from eval.metrics import DEFINITION, Round, acceptance, by_category, by_position, counted, ratio, uncut
+from eval.processes import Processes
+from eval.prompts import Prompt
+from eval.proposers import PlainProposer, Proposer
+from eval.sampling import Sampling
+from eval.simulated import Text, can_simulate, measured_alike, simulate
+from eval.speculate import Decoder, Limits, output_text
+from eval.timing import compare_costs, speed
+from models.blocks import Block
+from models.errors import EyasError
+from models.target import Target
+
+VERSION = 2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured: the models, the settings and the seed of every random number.
+
+    The target must have been loaded with the taps of every trained drafter among its own.
+    """
+
+    target: Target
+    candidates: Sequence[Candidate]
+    verify: VerifyConfig
+    seed: int = 0
+    processes: Processes = field(default_factory=Processes)
+
+    def decoder(self, temperature: float) -> Decoder:
+        verify = self.verify
+        sampling = Sampling(temperature, verify.top_k, verify.top_p, verify.min_p, verify.repetition_penalty)
+        context = context_length(self.target.config)
+        limits = Limits(verify.max_new_tokens, self.target.eos_ids, context, tuple(verify.stop))
+        rule = Rule(verify.rule, verify.typical_eps, verify.typical_delta)
+        return Decoder(self.target, sampling, limits, rule)
+
+    def ways(self, decoder: Decoder, slots: int) -> dict[str, Proposer]:
+        """The proposers that take turns, fresh ones for so many sequences at a time."""
+        plain: dict[str, Proposer] = {PLAIN: PlainProposer()} if self.verify.baseline else {}
+        make = {c.name: c.proposer(self.target, decoder.sampling, self.verify, slots) for c in self.candidates}
+        return make | plain
+
+
+class Measurement(NamedTuple):
+    """report: what report.json holds; rows: of generations.jsonl; texts: what was written, by candidate and
+    temperature."""
+
+    report: dict[str, Any]
+    rows: list[dict[str, Any]]
+    texts: dict[tuple[str, float], list[Text]]
+
+
+def measure(
+    bench: Bench,
+    prompts: Sequence[Prompt],
+    *,
+    about: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> Measurement:
+    """Decode and count. ``about`` (names of target, prompts, template) joins the settings. Every process must call
+    it; all return the same texts and counts."""
+    if not prompts:
+        raise EyasError("verify: there are no prompts to measure on")
+    warn_of_positions(bench, prompts)
+    runs, rows, comparisons = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    texts: dict[tuple[str, float], list[Text]] = {}
+    for temperature in bench.verify.temperatures:
+        decoder = bench.decoder(temperature)
+        found = {
+            size: decode_all(
+                decoder,
+                bench.ways(decoder, size),
+                prompts,
+                size,
+                seed=bench.seed,
+                processes=bench.processes,
+                quiet=quiet or bench.processes.rank > 0,
+            )
+            for size in bench.verify.batch_sizes
+        }
+        for candidate in bench.candidates:
+            of_candidate = {size: (ways[candidate.name], ways.get(PLAIN)) for size, ways in found.items()}
+            runs.append(Measured(bench, candidate, decoder, prompts, of_candidate).run())
+            answers = of_candidate[bench.verify.batch_sizes[0]][0].answers
+            rows += [row(decoder, candidate.name, prompts, answer) for answer in answers]
+            texts[candidate.name, temperature] = [Text(a.prompt, a.out.tokens) for a in answers]
+        comparisons += compare(bench, temperature, found[bench.verify.batch_sizes[0]], len(prompts))
+    report = {
+        "version": VERSION,
+        "definition": DEFINITION,
+        "settings": settings(bench, prompts, about or {}),
+        "drafters": [candidate.about() for candidate in bench.candidates],
+        "runs": runs,
+        "comparisons": comparisons,
+        "cost_model": None,
+    }
+    return Measurement(report, rows, texts)
+
+
+@dataclass
+class Measured:
+    """One candidate at one temperature: what it decoded, and plain decoding beside it, by batch size."""
+
+    bench: Bench
+    candidate: Candidate
+    decoder: Decoder
+    prompts: Sequence[Prompt]
+    found: Mapping[int, tuple[Decoded, Decoded | None]]
+
+    def run(self) -> dict[str, Any]:
+        """Its entry of ``runs``."""
+        drafted, plain = self.found[self.bench.verify.batch_sizes[0]]
+        rounds = [answer.out.rounds for answer in drafted.answers]
+        levels, seed, prompts = self.candidate.shape.levels, self.bench.seed, len(self.prompts)
+        accepted = drafted.of_prompts(counted(rounds), prompts)
+        starts = [len(answer.prompt) + 1 for answer in drafted.answers]
+        categories = [prompt.category for prompt in self.prompts]
+        first = self.found[self.bench.verify.batch_sizes[0]]
+        return {
+            "drafter": self.candidate.name,
+            "temperature": self.decoder.sampling.temperature,
+            "drafts": self.drafts,
+            "lossless": self.decoder.rule.lossless,
+            "questions": len(drafted.answers),
+            "acceptance": acceptance(accepted, levels, seed=seed).to_dict(),
+            "uncut": acceptance(drafted.of_prompts(uncut(rounds), prompts), levels, seed=seed).to_dict(),
+            "categories": {k: v.to_dict() for k, v in by_category(accepted, categories, levels, seed=seed).items()},
+            "positions": by_position(rounds, starts),
+            "simulated": self.simulation(drafted.answers, rounds),
+            "finish": {end: sum(a.out.finish == end for a in drafted.answers) for end in FINISHES},
+            "same_as_plain": self.same_as_plain(drafted, plain),
+            "cost": compare_costs(speed(first[0]), speed(first[1])) if first[1] else None,
+            "speed": [self.speed(size, *found) for size, found in self.found.items()],
+        }
+
+    @property
+    def drafts(self) -> str:
+        """How drafts were drawn, in words."""
+        if self.candidate.kind == "ngram":
+            return "n-grams of the text"
+        if self.decoder.sampling.greedy:
+            return "argmax" if self.candidate.is_chain else "top-k"
+        if self.candidate.shape.fixed or self.bench.verify.draws == "top":
+            return "top-k"
+        return f"sampled from q, {self.bench.verify.draws.replace('_', ' ')}"
+
+    def simulation(self, answers: Sequence[Answer], rounds: Sequence[Sequence[Round]]) -> dict[str, Any] | None:
+        """Simulated tau on the texts just written, beside the measured one; None where the objective can't tell."""
+        candidate, sampling, verify = self.candidate, self.decoder.sampling, self.bench.verify
+        drawn = sampling.greedy or verify.draws != "top"
+        whole = not verify.adaptive and verify.off_above is None and self.decoder.rule.lossless
+        if candidate.drafter is None or not (candidate.is_chain and drawn and whole and can_simulate(sampling)):
+            return None
+        assert candidate.frozen is not None
+        texts = [Text(answer.prompt, answer.out.tokens) for answer in answers]
+        target, levels = self.bench.target.tapped(candidate.drafter.tap_ids), candidate.shape.levels
+        found: dict[str, Any] = simulate(
+            target, candidate.drafter, candidate.frozen, texts, levels, greedy=sampling.greedy
+        )
+        measured = measured_alike(rounds)
+        off = found["tau"] / measured - 1 if measured and found["tau"] else None
+        return found | {"measured": measured, "difference": off}
+
+    def same_as_plain(self, drafted: Decoded, plain: Decoded | None) -> dict[str, Any] | None:
+        if plain is None or not self.decoder.sampling.greedy or not self.decoder.rule.lossless:
+            return None
+        return compare_outputs(self.bench.target, drafted.answers, plain.answers)
+
+    def speed(self, size: int, drafted: Decoded, plain: Decoded | None) -> dict[str, Any]:
+        """An entry of ``speed``. Several sequences share the time of a pass: there is no interval over prompts then."""
+        own, base = speed(drafted), speed(plain) if plain else None
+        entry: dict[str, Any] = {"batch_size": size, "speculative": own, "plain": base}
+        gain = ratio(own["tokens_per_second"] or 0.0, (base or own)["tokens_per_second"] or 0.0) if base else None
+        interval = None
+        if size == 1 and plain:
+            sums = [speed_sums(part, len(self.prompts)) for part in (drafted, plain)]
+            interval = quotient(*sums, seed=self.bench.seed).interval
+        return entry | {"speed_up": gain or None, "speed_up_interval": interval}
+
+
+FINISHES = ("eos", "length", "context", "stop")
+
+
+def speed_sums(decoded: Decoded, prompts: int) -> Sums:
+    """Tokens and seconds of each prompt's passes."""
+    tokens, seconds = [0.0] * prompts, [0.0] * prompts
+    for answer in decoded.answers:
+        tokens[answer.number] += len(answer.out.tokens) - 1
+        seconds[answer.number] += answer.out.latency
+    return Sums.of(tokens, seconds)
+
+
+def compare(bench: Bench, temperature: float, ways: Mapping[str, Decoded], prompts: int) -> list[dict[str, Any]]:
+    """Every pair of candidates on the same prompts: the entries of ``comparisons``."""
+    found = []
+    for a, b in combinations([candidate.name for candidate in bench.candidates], 2):
+        sums = [
+            tau_sums(ways[name].of_prompts(counted([answer.out.rounds for answer in ways[name].answers]), prompts))
+            for name in (a, b)
+        ]
+        tau = difference(*sums, seed=bench.seed)
+        alone = bench.verify.batch_sizes[0] == 1
+        faster = (
+            quotient(speed_sums(ways[a], prompts), speed_sums(ways[b], prompts), seed=bench.seed) if alone else None
+        )
+        found.append(
+            {
+                "a": a,
+                "b": b,
+                "temperature": temperature,
+                "tau_difference": tau.value,
+                "interval": tau.interval,
+                "speed_ratio": faster.value if faster else None,
+                "speed_interval": faster.interval if faster else None,
+            }
+        )
+    return found
+
+
+def compare_outputs(target: Target, drafted: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, Any]:
+    """How many greedy outputs are plain decoding's, and for each other how far apart the two tokens' logits are.
+
+    A difference is a near-tie in reduced precision (a block's matmul rounds differently from a single row's) or a
+    defect: ``logit_gap`` tells which. Later questions of a conversation that already differed are left out.
+    """
+    theirs_of = {(answer.number, answer.turn): answer for answer in plain}
+    differences, compared = [], 0
+    for ours in drafted:
+        theirs = theirs_of.get((ours.number, ours.turn))
+        if theirs is None or theirs.prompt != ours.prompt:
+            continue
+        compared += 1
+        a, b = ours.out.tokens, theirs.out.tokens
+        if a == b:
+            continue
+        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        ids = torch.tensor([*ours.prompt, *b[:at]])
+        logits = target.step([Block(ids)], target.new_cache(), last_only=True)[0][0]
+        gap = abs(float(logits[a[at]] - logits[b[at]]))
+        differences.append({"prompt": ours.number, "turn": ours.turn, "token": at, "logit_gap": gap})
+        log.warning(
+            "prompt %d: output differs from plain decoding at token %d, logits %.2g apart", ours.number, at, gap
+        )
+    return {"identical": compared - len(differences), "prompts": compared, "differences": differences}
+
+
+def row(decoder: Decoder, name: str, prompts: Sequence[Prompt], answer: Answer) -> dict[str, Any]:
+    """A line of generations.jsonl."""
+    prompt, out = prompts[answer.number], answer.out
+    return {
+        "prompt": answer.number,
+        "turn": answer.turn,
+        "id": prompt.id,
+        "category": prompt.category,
+        "drafter": name,
+        "temperature": decoder.sampling.temperature,
+        "prompt_ids": answer.prompt,
+        "output_ids": out.tokens,
+        "text": output_text(decoder, out),
+        "finish": out.finish,
+        "rounds": [asdict(r) for r in out.rounds],
+    }
+
+
+def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> dict[str, Any]:
+    verify, target = bench.verify, bench.target
+    lossless = Rule(verify.rule).lossless
+    words = "lossless: argmax match at T = 0, rejection sampling otherwise"
+    typical = f"typical acceptance, eps {verify.typical_eps:g}, delta {verify.typical_delta:g}: changes the output"
+    sampling = bench.decoder(verify.temperatures[0]).sampling.describe()
+    return {
+        "target": str(target.folder),
+        "prompt_source": "given",
+        "template": None,
+        **about,
+        "tree": verify.tree,
+        "gamma": verify.gamma,
+        **({"branch": verify.branch, "nodes": verify.nodes} if verify.tree == "dynamic" else {}),
+        "draws": verify.draws,
+        "adaptive": verify.adaptive,
+        "off_above": verify.off_above,
+        "tuned": verify.tune,
+        "rule": words if lossless else typical,
+        "lossless": lossless,
+        **({} if lossless else {"typical_eps": verify.typical_eps, "typical_delta": verify.typical_delta}),
+        "prompts": len(prompts),
+        "prompt_tokens": sum(len(prompt.ids) for prompt in prompts),  # of the first questions
+        "max_new_tokens": verify.max_new_tokens,
+        "stop": list(verify.stop),
+        **{key: value for key, value in sampling.items() if key not in ("temperature", "extra")},
+        "temperatures": list(verify.temperatures),
+        "batch_sizes": list(verify.batch_sizes),
+        "eos_ids": sorted(target.eos_ids),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "processes": bench.processes.size,
+        "seed": bench.seed,
+    }
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Longest text the positions of a target with this text config allow."""
+    found = getattr(config, "max_position_embeddings", None)
+    return None if found is None else int(found)
+
+
+def warn_of_positions(bench: Bench, prompts: Sequence[Prompt]) -> None:
+    """Beyond the positions that a drafter was made for it may guess badly; the output stays the target's own."""
+    longest = max(len(prompt.ids) for prompt in prompts) + bench.verify.max_new_tokens
+    for candidate in bench.candidates:
+        limit = candidate.drafter.max_positions if candidate.drafter else None
+        if limit is not None and longest > limit:
+            log.warning(
+                "%s was made for %d positions, texts reach %d: acceptance may fall beyond (tau by position tells)",
+                candidate.name, limit, longest,
+            )  # fmt: skip

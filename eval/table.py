@@ -1,0 +1,257 @@
+"""A report in words: headings and cells of its tables, for the terminal and the page alike. ASCII but for names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+VERSION = 2  # of report.json's structure
+NONE = "-"
+LOSSY = "LOSSY"
+NOTE = (
+    "rate per depth: share of all passes that accepted it (of those that accepted the depth before). c: a level of "
+    "drafts over a plain forward. TPOT: time per output token of one sequence, after its first; TTFT: to its first."
+)
+
+
+class Column(NamedTuple):
+    """One run: a drafter at a temperature."""
+
+    drafter: str
+    temperature: str
+    lossless: bool
+
+
+class Line(NamedTuple):
+    name: str
+    cells: list[str]
+
+    @property
+    def empty(self) -> bool:
+        return all(cell == NONE for cell in self.cells)
+
+
+class Section(NamedTuple):
+    title: str
+    lines: list[Line]
+
+
+class Table(NamedTuple):
+    """headings: of the columns; words: the first so many columns are words, the others numbers."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    words: int
+
+
+def ordered(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The runs by temperature, so that drafters stand side by side; otherwise in the order of the report."""
+    temperatures = list(dict.fromkeys(run["temperature"] for run in report["runs"]))
+    return sorted(report["runs"], key=lambda run: temperatures.index(run["temperature"]))
+
+
+def columns(runs: Iterable[Mapping[str, Any]]) -> list[Column]:
+    return [Column(run["drafter"], f"T = {run['temperature']:g}", run["lossless"]) for run in runs]
+
+
+def sections(runs: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Sections of lines with a cell per run; lines and sections without any value are left out."""
+    found = [
+        Section("acceptance", [*_acceptance(runs)]),
+        Section("rate per depth", [*_depths(runs)]),
+        Section("tau per category", [*_categories(runs)]),
+        Section("tau by text length", [*_positions(runs)]),
+        *(Section(f"speed, batch of {size}", [*_speed(runs, size)]) for size in batch_sizes(runs)),
+        Section("cost, plain forwards", [*_cost(runs)]),
+        Section("ends", [*_ends(runs)]),
+    ]
+    kept = [Section(title, [line for line in lines if not line.empty]) for title, lines in found]
+    return [section for section in kept if section.lines]
+
+
+def _acceptance(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    yield Line("output", ["lossless" if run["lossless"] else f"{LOSSY} (typical)" for run in runs])
+    yield Line("drafts", [run["drafts"] for run in runs])
+    yield _line(runs, "tau", "acceptance", "tau")
+    yield Line("  95% interval", [interval(run["acceptance"]["interval"]) for run in runs])
+    yield _line(runs, "  mean over prompts", "acceptance", "per_prompt_mean")
+    yield _line(runs, "  uncut (engines)", "uncut", "tau")
+    yield _line(runs, "simulated tau", "simulated", "tau")
+    yield _line(runs, "  against measured", "simulated", "difference", form="{:+.1%}")
+    yield _line(runs, "passes", "acceptance", "passes", form="{:,d}")
+    yield _line(runs, "questions", "questions", form="{:,d}")
+
+
+def _depths(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    deepest = max((len(run["acceptance"]["rate"]) for run in runs), default=0)
+    for depth in range(deepest):
+        yield Line(f"  depth {depth}", [_rate(run["acceptance"], depth) for run in runs])
+
+
+def _rate(acceptance: Mapping[str, Any], depth: int) -> str:
+    if depth >= len(acceptance["rate"]) or acceptance["rate"][depth] is None:
+        return NONE
+    given = acceptance["conditional"][depth]
+    return f"{acceptance['rate'][depth]:.3f} ({NONE if given is None else f'{given:.2f}'})"
+
+
+def _categories(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    for name in dict.fromkeys(name for run in runs for name in run["categories"]):
+        yield Line(f"  {name}", [_tau(run["categories"].get(name)) for run in runs])
+
+
+def _positions(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    buckets = sorted({(p["from"], p["to"]) for run in runs for p in run["positions"]}, key=lambda b: b[0])
+    for first, last in buckets:
+        found = [next((p for p in run["positions"] if (p["from"], p["to"]) == (first, last)), None) for run in runs]
+        name = f"  from {first:,} tokens" if last is None else f"  {first:,}-{last:,} tokens"
+        yield Line(name, [_tau(p) for p in found])
+
+
+def _tau(acceptance: Mapping[str, Any] | None) -> str:
+    if acceptance is None or acceptance["tau"] is None:
+        return NONE
+    bounds = interval(acceptance.get("interval"))
+    return f"{acceptance['tau']:.2f}" if bounds == NONE else f"{acceptance['tau']:.2f} ({bounds})"
+
+
+def batch_sizes(runs: Iterable[Mapping[str, Any]]) -> list[int]:
+    return sorted({entry["batch_size"] for run in runs for entry in run["speed"]})
+
+
+def _speed(runs: Sequence[Mapping[str, Any]], size: int) -> Iterator[Line]:
+    entries: list[Mapping[str, Any]] = [speed_of(run, size) or {} for run in runs]
+
+    def both(name: str, *path: str, form: str) -> Iterator[Line]:
+        yield _line(entries, f"{name}", "speculative", *path, form=form)
+        yield _line(entries, "  plain", "plain", *path, form=form)
+
+    yield from both("tokens/s", "tokens_per_second", form="{:.1f}")
+    yield _line(entries, "  speed-up", "speed_up", form="{:.2f}x")
+    yield Line("  95% interval", [interval(entry.get("speed_up_interval")) for entry in entries])
+    for key, name in (("tpot_ms", "TPOT, ms"), ("ttft_ms", "TTFT, ms")):
+        yield from both(name, key, "mean", form="{:.1f}")
+        yield _line(entries, "  p95", "speculative", key, "p95", form="{:.1f}")
+
+
+def speed_of(run: Mapping[str, Any], size: int) -> Mapping[str, Any] | None:
+    """The run's speed at a batch size."""
+    return next((entry for entry in run["speed"] if entry["batch_size"] == size), None)
+
+
+def _cost(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    yield _line(runs, "one draft: c", "cost", "draft", form="{:.3f}")
+    yield _line(runs, "verification", "cost", "verify", form="{:.2f}")
+
+
+def _ends(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    same = [run["same_as_plain"] for run in runs]
+    yield Line("same as plain", [f"{found['identical']} of {found['prompts']}" if found else NONE for found in same])
+    for name in dict.fromkeys(name for run in runs for name in run["finish"]):
+        counts = [run["finish"].get(name, 0) for run in runs]
+        if any(counts):
+            yield Line(f"ended by {name}", [str(count) for count in counts])
+
+
+def comparisons(report: Mapping[str, Any]) -> Table:
+    """Drafters against each other on the same prompts. Better or worse: the interval excludes no difference."""
+    headings = ["a", "b", "T", "tau a - b", "95% interval", "a is", "speed a / b", "95% interval", "a is"]
+    lossy = {(run["drafter"], run["temperature"]) for run in report["runs"] if not run["lossless"]}
+    rows = []
+    for found in report["comparisons"]:
+        marks = [f" {LOSSY}" if (found[side], found["temperature"]) in lossy else "" for side in "ab"]
+        speed = found["speed_interval"]
+        ratio = found["speed_ratio"]
+        rows.append(
+            [
+                *(found[side] + mark for side, mark in zip("ab", marks, strict=True)),
+                f"{found['temperature']:g}",
+                NONE if found["tau_difference"] is None else f"{found['tau_difference']:+.3f}",
+                interval(found["interval"], "{:+.3f}"),
+                verdict(found["interval"], 0.0, "better", "worse"),
+                NONE if ratio is None else f"{ratio:.2f}x",
+                interval(speed),
+                verdict(speed, 1.0, "faster", "slower"),
+            ]
+        )
+    return Table("paired comparison on the same prompts", headings, _filled(headings, rows), 2)
+
+
+def verdict(bounds: Sequence[float] | None, even: float, above: str, below: str) -> str:
+    """A word on an interval: ``above`` or ``below`` if it excludes ``even``, "unclear" if not."""
+    if bounds is None:
+        return NONE
+    low, high = bounds
+    return above if low > even else below if high < even else "unclear"
+
+
+def predictions(report: Mapping[str, Any]) -> Table:
+    """What the cost model thinks best for each run, beside what was measured with the tree that was used."""
+    headings = ["drafter", "T", "best", "tokens a pass", "predicted", "for the one used", "measured"]
+    model, rows = report["cost_model"], []
+    for found in model["predictions"] if model else ():
+        best = found["best"]
+        used = predicted_as_used(report, found)
+        measured = measured_speed_up(report, found["drafter"], found["temperature"])
+        rows.append(
+            [
+                found["drafter"],
+                f"{found['temperature']:g}",
+                shape(best) if best else NONE,
+                NONE if best is None else f"{best['tokens_per_pass']:.2f}",
+                NONE if best is None else f"{best['speed_up']:.2f}x",
+                NONE if used is None else f"{used['speed_up']:.2f}x",
+                NONE if measured is None else f"{measured:.2f}x",
+            ]
+        )
+    return Table("cost model: speed-up predicted from measured costs", headings, _filled(headings, rows), 1)
+
+
+def shape(drafts: Mapping[str, Any]) -> str:
+    """The tree of a drafter, or the best one of a prediction, in words."""
+    if drafts["tree"] == "none":
+        return "no drafts"
+    if drafts["tree"] == "chain":
+        return f"chain of {drafts['levels']}"
+    return f"{drafts['tree']} tree of {drafts['nodes']}, {drafts['levels']} deep"
+
+
+def predicted_as_used(report: Mapping[str, Any], prediction: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The prediction for what the drafter was measured with, if that was a chain or the best tree found."""
+    used = next(drafter for drafter in report["drafters"] if drafter["name"] == prediction["drafter"])
+    if used["tree"] == "chain":
+        return next((p for p in prediction["chain"] if p["gamma"] == used["levels"]), None)
+    key = used["nodes"], used["levels"]
+    trees = prediction["trees"] if used["tree"] == "static" and report["settings"].get("tuned") else ()
+    return next((p for p in trees if (p["nodes"], p["levels"]) == key), None)
+
+
+def measured_speed_up(report: Mapping[str, Any], drafter: str, temperature: float) -> float | None:
+    """Of one sequence at a time, which is what the cost model speaks of."""
+    for run in report["runs"]:
+        if run["drafter"] == drafter and run["temperature"] == temperature:
+            found = speed_of(run, 1)
+            return None if found is None else found["speed_up"]
+    return None
+
+
+def interval(bounds: Sequence[float] | None, form: str = "{:.2f}") -> str:
+    return NONE if bounds is None else (" to " if "+" in form else "-").join(form.format(bound) for bound in bounds)
+
+
+def _line(runs: Iterable[Mapping[str, Any]], name: str, *path: str, form: str = "{:.3f}") -> Line:
+    return Line(name, [_cell(run, path, form) for run in runs])
+
+
+def _cell(value: Any, path: Sequence[str], form: str) -> str:
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return NONE if value is None else form.format(value)
+
+
+def _filled(headings: list[str], rows: list[list[str]]) -> list[list[str]]:
+    """The rows without columns in which no row has a value; changes the headings likewise."""
+    kept = [i for i in range(len(headings)) if any(row[i] != NONE for row in rows)]
+    headings[:] = [headings[i] for i in kept]
+    return [[row[i] for i in kept] for row in rows]

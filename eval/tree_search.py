@@ -1,0 +1,104 @@
+"""The best static tree for a drafter, from what its drafts were worth on calibration texts (eval/ranks.py).
+
+Medusa (arXiv 2401.10774, section 3.3) grows a tree node by node, always by the node that adds most to the expected
+number of accepted tokens, with heads taken as independent. With joint counts no such assumption is needed: a tree
+accepts, summed over the slots, the counts of its paths. A path's count is at most its parent's, so the nodes with the
+n largest counts form a tree, and growing greedily gives, for every n, the best tree of n nodes on these texts.
+
+A tree is a list of paths, parents first: path (0, 2) is the third choice after the first choice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from eval.ranks import RankPath
+
+
+class Node(NamedTuple):
+    path: RankPath
+    gain: float  # expected accepted tokens that the node adds to any tree that holds its parent
+
+
+def grow(
+    counts: Mapping[RankPath, int], slots: int, max_nodes: int, max_levels: int, max_rank: int | None = None
+) -> list[Node]:
+    """Nodes in the order they are worth most: the first n are the best tree of n nodes with at most ``max_levels``.
+
+    counts: of :func:`eval.ranks.path_counts` over ``slots`` slots that are valid to the same depth (else a child
+    could count as much as its parent and more). max_rank: no node takes the drafter's choices beyond that rank.
+    Equal counts: the shallower node first, then the lower ranks. Fewer nodes where no other path ever occurred.
+    """
+    children: dict[RankPath, list[RankPath]] = {}
+    for path, count in counts.items():
+        if path and count and len(path) <= max_levels and (max_rank is None or path[-1] <= max_rank):
+            children.setdefault(path[:-1], []).append(path)
+    open_nodes: list[tuple[int, int, RankPath]] = []
+    grown, parent = list[Node](), RankPath()
+    while len(grown) < max_nodes:
+        for path in children.get(parent, ()):
+            heapq.heappush(open_nodes, (-counts[path], len(path), path))
+        if not open_nodes:
+            break
+        count, _, parent = heapq.heappop(open_nodes)
+        grown.append(Node(parent, -count / slots))
+    return grown
+
+
+def grow_independent(accuracy: Sequence[Sequence[float]], max_nodes: int, max_levels: int) -> list[Node]:
+    """The same from marginals only: ``accuracy[k][r]`` is the share of slots whose true token has rank r at depth k
+    (:func:`eval.ranks.rank_accuracy`), and a path is worth the product of its ranks' shares."""
+    by_worth = [sorted(range(len(level)), key=lambda r: (-level[r], r)) for level in accuracy[:max_levels]]
+    # An open node: minus its worth, its level, its path, its parent's worth, its place among its siblings.
+    open_nodes: list[tuple[float, int, RankPath, float, int]] = []
+
+    def offer(parent: RankPath, worth: float, place: int) -> None:
+        level = len(parent)
+        if level < len(by_worth) and place < len(by_worth[level]):
+            rank = by_worth[level][place]
+            gain = worth * accuracy[level][rank]
+            if gain > 0:
+                heapq.heappush(open_nodes, (-gain, level, (*parent, rank), worth, place))
+
+    offer((), 1.0, 0)
+    grown = list[Node]()
+    while open_nodes and len(grown) < max_nodes:
+        gain, _, path, worth, place = heapq.heappop(open_nodes)
+        grown.append(Node(path, -gain))
+        offer(path, -gain, 0)
+        offer(path[:-1], worth, place + 1)
+    return grown
+
+
+def expected_accepted(counts: Mapping[RankPath, int], slots: int, paths: Sequence[RankPath]) -> float:
+    """Accepted tokens per pass of a tree, were passes to begin at all slots alike. Raises ValueError for no tree."""
+    check_tree(paths)
+    return sum(counts.get(path, 0) for path in paths) / slots if slots else 0.0
+
+
+def check_tree(paths: Sequence[RankPath]) -> None:
+    """Raise ValueError unless every path is there once, behind its parent."""
+    seen: set[RankPath] = {()}
+    for path in paths:
+        if path in seen or path[:-1] not in seen:
+            raise ValueError(f"{list(path)}: {'twice' if path in seen else 'its parent is missing or comes later'}")
+        seen.add(path)
+
+
+def chain_paths(gamma: int) -> list[RankPath]:
+    """A chain of ``gamma`` first choices."""
+    return [(0,) * level for level in range(1, gamma + 1)]
+
+
+def drafted_widths(paths: Sequence[RankPath]) -> list[int]:
+    """[levels - 1] nodes that the drafter must continue at depth 1, 2, ...: those with children. The first level
+    comes from the last confirmed position."""
+    parents = {path[:-1] for path in paths} - {()}
+    deepest = max(map(len, parents), default=0)
+    return [sum(len(parent) == level for parent in parents) for level in range(1, deepest + 1)]
+
+
+def levels(paths: Sequence[RankPath]) -> int:
+    return max(map(len, paths), default=0)

@@ -1,0 +1,322 @@
+"""report.json against its schema, the other files beside it, the tables in the terminal, and the plots."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from rich.console import Console
+
+import eval.report
+import eval.run
+from conf.schema import VerifyConfig
+from eval.candidates import ngrams, trained
+from eval.measure import Bench
+from eval.origin import cut, origins
+from eval.plots import label, plots
+from eval.predict import measure_costs
+from eval.prompts import Prompt
+from eval.report import print_report, write_report
+from eval.run import run_bench
+from eval.table import comparisons, predictions, sections, verdict
+from models.eagle3 import Eagle3Drafter
+from models.target import Target
+from models.vocab import DraftVocab
+from tests.reports import CATEGORIES, FAKES, Faker, token_text
+from tests.tiny import tiny_target
+
+SCHEMA = json.loads((Path(eval.report.__file__).parent / "report.schema.json").read_text())
+FILES = ["acceptance_per_depth.png", "predicted_speedup.png", "tau_per_category.png", "verify_cost.png"]
+
+
+@pytest.fixture(scope="module")
+def fake() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    return Faker(questions=8).build()
+
+
+def errors(report: Any) -> list[str]:
+    """What is wrong with a report as a reader of report.json gets it."""
+    read = json.loads(json.dumps(report, allow_nan=False))
+    return [f"{found.json_path}: {found.message}" for found in Draft202012Validator(SCHEMA).iter_errors(read)]
+
+
+def text(report: dict[str, Any], width: int, encoding: str = "utf-8") -> str:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    print_report(report, Console(file=stream, width=width))
+    stream.seek(0)
+    return stream.read()
+
+
+# --- the schema ---------------------------------------------------------------------------------------------------
+
+
+def test_every_field_is_described() -> None:
+    Draft202012Validator.check_schema(SCHEMA)
+
+    def fields(schema: dict[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield name, schema
+        for key, value in schema.get("properties", {}).items():
+            yield from fields(value, f"{name}.{key}")
+        for key in ("items", "additionalProperties"):
+            if isinstance(schema.get(key), dict):
+                yield from fields(schema[key], f"{name}.{key}")
+
+    found = [field for key, value in SCHEMA["$defs"].items() for field in fields(value, key)] + [*fields(SCHEMA, "")]
+    undescribed = [
+        n for n, field in found if not (field.get("description") or field.get("$ref") or field == {"type": "number"})
+    ]
+    assert len(found) > 150 and undescribed == [
+        "settings.temperatures.items",
+        "settings.stop.items",
+        "settings.batch_sizes.items",
+    ]
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_made_up_report_is_valid(lossy: bool) -> None:
+    assert errors(Faker(questions=3, lossy=lossy).build()[0]) == []
+    assert errors(Faker(questions=1, fakes=FAKES[:1], temperatures=(0.7,)).build()[0]) == []
+
+
+def test_real_reports_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained drafter and n-grams on a tiny target, lossless and typical; what is written has all the files."""
+    target = Target.load(str(tiny_target(tmp_path / "target", layers=3, hidden=32, vocab=270)))
+    monkeypatch.setattr(eval.run, "measure_costs", partial(measure_costs, budget=0.2))
+    frozen = target.frozen()
+    drafter = Eagle3Drafter.create(frozen, DraftVocab.full(target.vocab_size), target.tap_ids, seed=0).eval()
+    prompts = [Prompt([1, 10 + i, 20 + i], category=CATEGORIES[i % 2]) for i in range(4)]
+    for rule in ("lossless", "typical"):
+        verify = VerifyConfig(
+            max_new_tokens=12, gamma=2, temperatures=[0.0, 1.0], rule=rule, batch_sizes=[1, 2], costs=rule == "lossless"
+        )
+        bench = Bench(target, [trained(drafter, frozen, verify), ngrams(verify)], verify, 3)
+        report = run_bench(bench, prompts, {}, tmp_path / rule, quiet=True)
+        assert errors(report) == []
+        assert json.loads((tmp_path / rule / "report.json").read_text()) == json.loads(json.dumps(report))
+        drawn = sorted(path.name for path in (tmp_path / rule / "plots").iterdir())
+        assert drawn == [
+            file for file in FILES if verify.costs or file not in ("predicted_speedup.png", "verify_cost.png")
+        ]
+        assert ("LOSSY" in text(report, 100)) is (rule == "typical")
+        page = (tmp_path / rule / "report.html").read_text()
+        assert ("LOSSY" in page) is (rule == "typical") and page.count("<article") == 16
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda r: r.update(version=1), "$.version"),
+        (lambda r: r.pop("definition"), "$:"),
+        (lambda r: r.update(tau=2.0), "$:"),
+        (lambda r: r["settings"].pop("lossless"), "$.settings:"),
+        (lambda r: r["settings"].update(gama=4), "$.settings:"),
+        (lambda r: r["settings"].update(draws="sampled"), "$.settings.draws"),
+        (lambda r: r["drafters"][0].update(kind="eagle"), "$.drafters[0].kind"),
+        (lambda r: r["runs"][0].update(temperature=-1), "$.runs[0].temperature"),
+        (lambda r: r["runs"][0].pop("lossless"), "$.runs[0]:"),
+        (lambda r: r["runs"][0]["acceptance"].update(tau=0.9), "$.runs[0].acceptance.tau"),
+        (lambda r: r["runs"][0]["acceptance"]["rate"].append(1.2), "$.runs[0].acceptance.rate["),
+        (lambda r: r["runs"][0]["acceptance"].update(interval=[1.0]), "$.runs[0].acceptance.interval"),
+        (lambda r: r["runs"][0]["categories"].update(math=2.5), "$.runs[0].categories.math"),
+        (lambda r: r["runs"][0]["finish"].update(bored=1), "$.runs[0].finish"),
+        (lambda r: r["runs"][0]["speed"][0].update(batch_size=0), "$.runs[0].speed[0].batch_size"),
+        (lambda r: r["runs"][0]["speed"][0]["speculative"]["seconds"].update(draft="1"), "$.runs[0].speed[0]."),
+        (lambda r: r["comparisons"][0].pop("interval"), "$.comparisons[0]"),
+        (lambda r: r["cost_model"]["target"][0].update(tokens=0), "$.cost_model"),
+        (lambda r: r["cost_model"]["predictions"][0].pop("best"), "$.cost_model"),
+    ],
+)  # fmt: skip
+def test_the_schema_refuses(fake: tuple[dict[str, Any], Any], change: Change, where: str) -> None:
+    report = copy.deepcopy(fake[0])
+    change(report)
+    found = errors(report)
+    assert len(found) == 1 and found[0].startswith(where), found
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_written_last(
+    fake: tuple[dict[str, Any], list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before that there is none, not even an older one; another time without a cost model its plots go."""
+    report, rows = fake
+    written: list[str] = []
+
+    def write(path: Path, content: bytes | str) -> None:
+        assert not (tmp_path / "report.json").exists()
+        written.append(path.name)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    monkeypatch.setattr(eval.report, "write_atomic", write)
+    assert write_report(report, iter(rows), tmp_path, token_text) == tmp_path / "report.json"
+    assert written[0] == "generations.jsonl" and written[-2:] == ["report.html", "report.json"]
+    assert sorted(written[1:-2]) == FILES
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
+    lines = (tmp_path / "generations.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == json.loads(json.dumps(rows))
+    write_report({**report, "cost_model": None}, rows, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [FILES[0], FILES[2]]
+    monkeypatch.setattr(eval.report, "write_atomic", lambda path, content: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_report(report, rows, tmp_path)
+    assert not (tmp_path / "report.json").exists()
+
+
+# --- the terminal ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_tables_fit_the_terminal(fake: tuple[dict[str, Any], Any], width: int) -> None:
+    report, _ = fake
+    shown = text(report, width)
+    assert max(map(len, shown.splitlines())) <= width
+    words = " ".join(shown.split())
+    for run in report["runs"]:
+        assert f"{run['acceptance']['tau']:.3f}" in words
+        assert f"{run['speed'][2]['speculative']['tokens_per_second']:.1f}" in words
+    for word in (
+        "95% interval", "uncut (engines)", "rate per depth", "simulated tau", "tau per category", "speed, batch of 8",
+        "TPOT, ms", "TTFT, ms", "same as plain", "paired comparison", "cost model", "lossless", *CATEGORIES,
+    ):  # fmt: skip
+        assert word in words
+    assert "LOSSY" not in words
+
+
+def test_rows_without_a_value_are_left_out(fake: tuple[dict[str, Any], Any]) -> None:
+    report = copy.deepcopy(fake[0])
+    for run in report["runs"]:
+        run |= {"simulated": None, "categories": {}, "positions": [], "cost": None, "same_as_plain": None}
+        for entry in run["speed"]:
+            entry |= {"plain": None, "speed_up": None, "speed_up_interval": None}
+    report |= {"comparisons": [], "cost_model": None}
+    assert errors(report) == []
+    shown = text(report, 80)
+    for word in ("simulated", "category", "tau by", "cost", "plain ", "speed-up", "paired"):
+        assert word not in shown.replace("over a plain forward", ""), word
+    assert {line.name for section in sections(report["runs"]) for line in section.lines if line.empty} == set()
+    assert "tokens/s" in shown
+
+
+def test_lossy_runs_are_marked_everywhere() -> None:
+    report, _ = Faker(questions=2, lossy=True).build()
+    shown = text(report, 200)
+    assert [*["T", "=", "0"] * 3, *["LOSSY"] * 3] in [line.split() for line in shown.splitlines()]
+    assert "acceptance: HuggingFaceTB/SmolLM2-360M-Instruct, 2 prompts, LOSSY: typical" in shown
+    assert next(line for line in shown.splitlines() if line.startswith("  output")).split() == [
+        "output", *["lossless"] * 3, *["LOSSY", "(typical)"] * 3,
+    ]  # fmt: skip
+    marked = {(row[0], row[2]) for row in comparisons(report).rows if "LOSSY" in row[0] and "LOSSY" in row[1]}
+    assert marked == {(f"{name} LOSSY", "1") for name in ("eagle3-smollm2", "SmolLM2-135M")}
+
+
+def test_names_are_not_markup_and_need_no_unicode(fake: tuple[dict[str, Any], Any]) -> None:
+    report = json.loads(json.dumps(fake[0]).replace("eagle3-smollm2", "[red]h\\u00e9ron\\u001b[0m"))
+    assert "[red]héron\\x1b[0m" in text(report, 200)
+    shown = text(report, 200, "ascii")
+    assert "[red]h\\xe9ron\\x1b[0m" in shown and shown.isascii()
+
+
+def test_verdicts_by_hand() -> None:
+    words = ("better", "worse")
+    assert verdict((0.1, 0.4), 0.0, *words) == "better"
+    assert verdict((-0.4, -0.1), 0.0, *words) == "worse"
+    assert verdict((-0.1, 0.3), 0.0, *words) == "unclear" == verdict((0.0, 0.3), 0.0, *words)
+    assert verdict(None, 0.0, *words) == "-"
+
+
+def test_predictions_stand_beside_what_was_measured(fake: tuple[dict[str, Any], Any]) -> None:
+    report = copy.deepcopy(fake[0])
+    found = report["cost_model"]["predictions"][2]  # SmolLM2-135M, T = 0
+    found["best"] = {"tree": "none", "levels": 0, "nodes": 0, "tokens_per_pass": 1.0, "ms": 30.0, "speed_up": 1.0}
+    found["chain"][4]["speed_up"] = 1.125
+    report["runs"][2]["speed"][0]["speed_up"] = 1.25
+    table = predictions(report)
+    assert table.headings[-2:] == ["for the one used", "measured"]
+    assert table.rows[2] == ["SmolLM2-135M", "0", "no drafts", "1.00", "1.00x", "1.12x", "1.25x"]
+    assert table.rows[0][-2] == "-"  # a dynamic tree is none of those predicted
+
+
+# --- where tokens come from ------------------------------------------------------------------------------------------
+
+
+def spent(accepted: int, kept: int, parents: Sequence[int] = (), path: Sequence[int] = (), drafted: int = 2) -> Any:
+    tokens = list(range(100, 100 + len(parents)))
+    found = {"drafted": drafted, "accepted": accepted, "kept": kept}
+    return found | {"tokens": tokens, "parents": list(parents), "path": list(path)}
+
+
+def test_origins_by_hand() -> None:
+    tree = (-1, -1, 0, 0)  # nodes 2 and 3 are leaves behind 0, node 1 is one behind the root
+    row = {
+        "output_ids": [*range(12)],
+        "rounds": [
+            spent(2, 3, tree, (0, 3)),  # to a leaf: bonus
+            spent(1, 2, tree, (0,)),  # 2 and 3 rejected
+            spent(1, 2, tree, (1,)),  # a leaf at depth 0: bonus
+            spent(0, 1, tree),  # 0 and 1 rejected
+            spent(0, 1, drafted=0),
+            spent(2, 2, (-1, 0, 1), (0, 1), drafted=3),  # cut: its own token is not in the output
+        ],
+    }
+    assert [(o.kind, o.depth, o.pass_number) for o in origins(row)] == [
+        ("prefill", None, None),
+        ("accepted", 0, 0), ("accepted", 1, 0), ("bonus", 2, 0),
+        ("accepted", 0, 1), ("own", 1, 1),
+        ("accepted", 0, 2), ("bonus", 1, 2),
+        ("own", 0, 3),
+        ("undrafted", None, 4),
+        ("accepted", 0, 5), ("accepted", 1, 5),
+    ]  # fmt: skip
+    assert cut(row) == []
+    row["rounds"][-1]["kept"] = 1
+    row["output_ids"].pop()
+    assert cut(row) == [101] and origins(row)[-1].depth == 0
+    with pytest.raises(AssertionError, match="kept tokens"):
+        origins(row | {"output_ids": [1, 2]})
+
+
+def test_origins_without_a_recorded_tree() -> None:
+    row = {"output_ids": [1, 2, 3, 4, 5, 6], "rounds": [spent(2, 3), spent(1, 2)]}
+    assert [o.kind for o in origins(row)] == ["prefill", "accepted", "accepted", "bonus", "accepted", "own"]
+    assert origins({"output_ids": [], "rounds": []}) == [] and cut({"rounds": []}) == []
+
+
+# --- plots --------------------------------------------------------------------------------------------------------
+
+
+def test_plots_are_drawn_from_what_there_is(fake: tuple[dict[str, Any], Any]) -> None:
+    report = copy.deepcopy(fake[0])
+    drawn = plots(report)
+    assert sorted(plot.file for plot in drawn) == FILES
+    assert all(plot.png[:4] == b"\x89PNG" and plot.about for plot in drawn)
+    for run in report["runs"]:
+        run["acceptance"]["rate_interval"] = [[0.0, 1.0] for _ in run["acceptance"]["rate"]]
+    report["cost_model"]["predictions"] = []
+    fewer = plots(report)
+    assert [plot.file for plot in fewer] == [FILES[0], FILES[2], FILES[3]]
+    assert fewer[0].png != drawn[0].png and fewer[1].png == drawn[1].png  # with error bars; the same again
+    for run in report["runs"]:
+        run["acceptance"] |= {"passes": 0, "rate": [None], "conditional": [None]}
+        run["categories"] = {}
+    assert [plot.file for plot in plots(report | {"cost_model": None})] == []
+
+
+def test_names_that_a_plot_cannot_write(fake: tuple[dict[str, Any], Any]) -> None:
+    assert label("a$b$ 鹰 \u202e é", 40) == r"a\$b\$ \u9e70 \u202e é"
+    assert label("_x" * 30, 10) == "x_x_x_x.."
+    report = json.loads(json.dumps(fake[0]).replace("ngram", "_$\\u9e70^{").replace("coding", "$x_{"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(plots(report)) == 4
