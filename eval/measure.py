@@ -288,6 +288,7 @@ def row(decoder: Decoder, name: str, prompts: Sequence[Prompt], answer: Answer) 
 def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> dict[str, Any]:
     verify, target = bench.verify, bench.target
     lossless = Rule(verify.rule).lossless
+    has_ngrams = any(candidate.kind == "ngram" for candidate in bench.candidates)
     words = "lossless: argmax match at T = 0, rejection sampling otherwise"
     typical = f"typical acceptance, eps {verify.typical_eps:g}, delta {verify.typical_delta:g}: changes the output"
     sampling = bench.decoder(verify.temperatures[0]).sampling.describe()
@@ -300,6 +301,7 @@ def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) 
         "gamma": verify.gamma,
         **({"branch": verify.branch, "nodes": verify.nodes} if verify.tree == "dynamic" else {}),
         "draws": verify.draws,
+        **({"ngram_min": verify.ngram_min, "ngram_max": verify.ngram_max} if has_ngrams else {}),
         "adaptive": verify.adaptive,
         "off_above": verify.off_above,
         "tuned": verify.tune,

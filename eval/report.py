@@ -9,6 +9,7 @@ report.json          every number; eval/report.schema.json describes each field
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from eval.table import Table as Words
 from models.files import write_atomic
 from models.visible import visible
 
+log = logging.getLogger(__name__)
+
 REPORT, GENERATIONS, PAGE, PLOTS_FOLDER = "report.json", "generations.jsonl", "report.html", "plots"
 ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 NAME_WIDTH, CELL_WIDTH = 25, 18  # of the big table's columns; what doesn't fit beside each other comes below
@@ -37,33 +40,42 @@ def write_report(
     folder: Path,
     token_text: TokenText | None = None,
 ) -> Path:
-    """Write everything, report.json last: where it is, the rest is complete. Returns its path.
+    """Write everything, report.json last: where it is, the texts are complete. Returns its path.
 
     report, generations: as eval/report.schema.json and README.md describe them. token_text: the texts of the tokens of
     a sequence, one each, that are its text when joined (see `eval.page.token_texts`); without it the page shows ids.
     """
-    from eval.plots import PLOTS, plots  # matplotlib is slow to import
-
-    rows, pictures = list(generations), plots(report)
-    written: dict[str, bytes | str] = {
-        GENERATIONS: "".join(f"{json_line(row)}\n" for row in rows),
-        **{f"{PLOTS_FOLDER}/{plot.file}": plot.png for plot in pictures},
-        PAGE: page(report, rows, pictures, token_text),
-        REPORT: json.dumps(report, indent=1, allow_nan=False) + "\n",
-    }
+    rows = list(generations)
     (folder / PLOTS_FOLDER).mkdir(parents=True, exist_ok=True)
     (folder / REPORT).unlink(missing_ok=True)  # an older one would vouch for a mixture of both
-    for file, _, _ in PLOTS:
-        if f"{PLOTS_FOLDER}/{file}" not in written:
-            (folder / PLOTS_FOLDER / file).unlink(missing_ok=True)
-    for name, content in written.items():
-        write_atomic(folder / name, content)
+    write_atomic(folder / GENERATIONS, "".join(f"{json_line(row)}\n" for row in rows))
+    try:
+        draw(report, rows, folder, token_text)
+    except OSError:
+        raise
+    except Exception:  # hours of measuring must not be lost to a picture
+        log.exception("%s could not be drawn; the numbers are in %s", PAGE, REPORT)
+    write_atomic(folder / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
     return folder / REPORT
 
 
 def json_line(row: Mapping[str, Any]) -> str:
     """JSON that reads as text, but one line to every reader of lines, and always encodable."""
     return ESCAPED.sub(lambda c: f"\\u{ord(c[0]):04x}", json.dumps(row, ensure_ascii=False))
+
+
+def draw(report: Mapping[str, Any], rows: list[Mapping[str, Any]], folder: Path, token_text: TokenText | None) -> None:
+    """The plots and the page; plots of an earlier report that this one has no data for go."""
+    from eval.plots import PLOTS, plots  # matplotlib is slow to import
+
+    pictures = plots(report)
+    drawn = {plot.file for plot in pictures}
+    for file, _, _ in PLOTS:
+        if file not in drawn:
+            (folder / PLOTS_FOLDER / file).unlink(missing_ok=True)
+    for plot in pictures:
+        write_atomic(folder / PLOTS_FOLDER / plot.file, plot.png)
+    write_atomic(folder / PAGE, page(report, rows, pictures, token_text))
 
 
 def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:

@@ -20,7 +20,7 @@ from data.documents.corpus import Corpus, read_corpus, read_documents
 from data.documents.held_out import check_training_data
 from data.look.report import compare_prompts
 from data.masks.template import ChatTemplate
-from data.prepare import TargetFiles, chat_template
+from data.prepare import TargetFiles
 from eval.candidates import (
     MODEL,
     NGRAM,
@@ -36,7 +36,7 @@ from eval.measure import Bench, context_length, measure
 from eval.page import token_texts
 from eval.predict import measure_costs, predictions, tuned
 from eval.processes import Processes
-from eval.prompts import Prompt, read_prompts, usable
+from eval.prompts import PlainText, Prompt, describe, prompt_template, read_prompts, usable
 from eval.report import print_report, write_report
 from models.device import pick_device
 from models.drafter import Drafter
@@ -88,9 +88,9 @@ def load_bench(cfg: Config, processes: Processes | None = None) -> tuple[Bench, 
     files = TargetFiles.open(t.path, revision=t.revision, **how)
     config = read_config(files.folder, t.trust_remote_code).get_text_config(decoder=True)
     loaded = load_drafters(cfg, int(config.vocab_size), int(config.num_hidden_layers), device)
-    template = chat_template(files, asdict(t), asdict(cfg.data))
+    template = prompt_template(files, asdict(t), asdict(cfg.data))
     for source, drafter in loaded.items():
-        if drafter is not None:
+        if drafter is not None and isinstance(template, ChatTemplate):
             compare_prompts(template, Path(source))
     prompts, origin = find_prompts(cfg, template, context_length(config))  # before the weights: a mistake shows at once
     taps = sorted({tap for drafter in loaded.values() if drafter is not None for tap in drafter.tap_ids})
@@ -107,7 +107,7 @@ def load_bench(cfg: Config, processes: Processes | None = None) -> tuple[Bench, 
         return independent(model, target, cfg.verify, source)
 
     candidates = told_apart([candidate(source, drafter) for source, drafter in loaded.items()])
-    about = {"target": t.path, "prompt_source": origin, "template": template.fingerprint()[:16]}
+    about = {"target": t.path, "prompt_source": origin, "template": describe(template)}
     return Bench(target, candidates, cfg.verify, cfg.seed, processes or Processes()), prompts, about
 
 
@@ -127,7 +127,7 @@ def load_drafters(cfg: Config, vocab_size: int, layers: int, device: str) -> dic
     return found
 
 
-def find_prompts(cfg: Config, template: ChatTemplate, context: int | None) -> tuple[list[Prompt], str]:
+def find_prompts(cfg: Config, template: ChatTemplate | PlainText, context: int | None) -> tuple[list[Prompt], str]:
     """Prompts as ``verify`` asks for and a word on where they come from."""
     verify, data = cfg.verify, asdict(cfg.data)
     wanted = verify.max_prompts + (verify.tune_prompts if verify.tune else 0)
@@ -136,6 +136,11 @@ def find_prompts(cfg: Config, template: ChatTemplate, context: int | None) -> tu
         found = read_prompts(verify.prompts, template, limit=wanted, context=context, dialect=dialect)
         check_training_data(data, verify.prompts)
         return found, Path(verify.prompts).name
+    if isinstance(template, PlainText):
+        raise EyasError(
+            f"verify.prompts: target.path={cfg.target.path} has no chat template, which held-out conversations need; "
+            "give a file of prompts, or target.chat_template=FILE"
+        )
     if data["valid_path"] is not None:  # the training data need not be read
         valid = read_documents(template, data, "data.valid_path").documents
         corpus = Corpus(valid[:0], valid, [], {})

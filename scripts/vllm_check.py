@@ -179,7 +179,7 @@ def compare(ours: Ours, theirs: dict[str, Any], outputs: list[list[int]], tolera
     pairs = [("acceptance length", ours.uncut["tau"], theirs["acceptance_length"])]
     rates = zip(ours.uncut["rate"], theirs["rate_per_position"], strict=True)
     pairs += [(f"accepted at {depth}", a, b) for depth, (a, b) in enumerate(rates)]
-    rows = [{"what": what, "ours": a, "vllm": b, "difference": a - b} for what, a, b in pairs]
+    rows = [{"what": what, "ours": a, "vllm": b, "difference": round(a - b, 9) + 0.0} for what, a, b in pairs]
     return {
         "drafter": ours.name,
         "passes": {"ours": ours.uncut["passes"], "vllm": theirs["drafts"]},

@@ -1,170 +1,147 @@
-"""The acceptance rules, judged by what they emit: the joint distribution of the first three tokens is the target's.
+"""The acceptance rules by hand, and exactly: the law of what they emit, worked out from their decisions alone.
 
-Vocabulary of 4, distributions that depend on the whole context, trees two levels deep. Chi-square on TRIALS
-sequences per case with a fixed seed. The level is Bonferroni-corrected: if all rules are right, the chance that
-any of the cases fails for a fresh seed is at most FALSE_ALARM.
+That sampled text follows the target through many passes is tests/test_distribution.py.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections import Counter
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from transformers import SuppressTokensLogitsProcessor
 
-import eval.accept
-from eval.accept import Accepted, accept_greedy, accept_sampled, residual, without
-from eval.sampling import Sampling, draw
+from eval.accept import (
+    Accepted,
+    Rule,
+    accept,
+    accept_greedy,
+    accept_sampled,
+    accept_typical,
+    residual,
+    try_children,
+    without,
+)
+from eval.sampling import Sampling
 from eval.tree import ROOT, DraftTree, Drawn
+from models.errors import EyasError
 
-VOCAB, LENGTH, TRIALS, FALSE_ALARM = 4, 3, 2000, 1e-3
-Context = tuple[int, ...]
-Kind = tuple[Drawn, ...]
 S, D, F = Drawn.SAMPLED, Drawn.DISTINCT, Drawn.FIXED
-
-PLAIN = Sampling(temperature=1.0)
-WARPED = Sampling(temperature=0.7, top_k=3, top_p=0.8)
-# For every level of the tree the kinds of the children that each of its parents has.
-SHAPES: dict[str, tuple[Kind, ...]] = {
-    "chain": ((S,), (S,)),
-    "chain_fixed": ((F,), (F,)),
-    "tree_repeats": ((S, S), (S, S)),
-    "tree_distinct": ((D, D, D), (D, D)),
-    "tree_topk": ((F, F), (F,)),
-    "mixed": ((F, S, D, D), (S,)),
-}
-CASES = [*((shape, PLAIN) for shape in SHAPES), ("chain", WARPED), ("tree_distinct", WARPED)]
+ALMOST_ONE = 1 - 2**-53  # the largest random number: rejects whatever can be rejected
 
 
-@cache
-def probs(side: str, context: Context, sampling: Sampling) -> Tensor:
-    seed = sum((token + 1) * (VOCAB + 1) ** i for i, token in enumerate(context)) + 10**6 * (side == "draft")
-    logits = 1.5 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
-    return sampling.probs(logits, context)
+# --- the exact law of one level -------------------------------------------------------------------------------------
 
 
-@cache
-def weights(context: Context, sampling: Sampling) -> list[float]:
-    return [float(w) for w in probs("draft", context, sampling)]
+def tuples(kinds: tuple[Drawn, ...], rows: list[list[float]], fixed: list[int]) -> Iterator[tuple[list[int], float]]:
+    """All that a node's children can be and its probability. Child i is drawn from rows[i], or is fixed[i]; without
+    replacement token 0 stands where nothing is left."""
+    for tokens in itertools.product(range(len(rows[0])), repeat=len(kinds)):
+        chance, drawn = 1.0, set[int]()
+        for kind, token, row, rule in zip(kinds, tokens, rows, fixed, strict=True):
+            if kind is F:
+                chance *= token == rule
+            elif kind is S:
+                chance *= row[token]
+            else:
+                left = [0.0 if t in drawn else w for t, w in enumerate(row)]
+                chance *= left[token] / sum(left) if sum(left) > 0 else token == 0
+                drawn.add(token)
+        if chance > 0:
+            yield list(tokens), chance
 
 
-def drafted(
-    context: Context, shape: tuple[Kind, ...], drawn: Sampling, claimed: Sampling, rng: random.Random
-) -> DraftTree:
-    """A full tree of that shape, drawn level by level from the draft side as ``drawn`` says; its q says ``claimed``.
+def decide(tree: DraftTree, p: Tensor, uniforms: list[float]) -> tuple[int | None, Tensor, int]:
+    """What the rule does if its random numbers are these and then ALMOST_ONE for ever; how many it asked for."""
+    asked = itertools.count()
+    numbers = itertools.chain(uniforms, itertools.repeat(ALMOST_ONE))
 
-    Drawn by the standard library: an implementation other than the one under test.
+    def uniform() -> float:
+        next(asked)
+        return next(numbers)
+
+    child, left = try_children(tree, tree.tokens.tolist(), ROOT, p, uniform)
+    return child, left, next(asked)
+
+
+def law(kinds: tuple[Drawn, ...], p: Tensor, rows: list[list[float]], fixed: list[int]) -> tuple[list[float], float]:
+    """The probability of every token to be emitted, and of a child to be accepted.
+
+    Each decision of the rule is a threshold on its random number, found by bisection; nothing else is known of it.
     """
-    tokens, parents, kinds, q, q_row = list[int](), list[int](), list[Drawn](), list[Tensor](), list[int]()
-    level: list[tuple[int, Context]] = [(ROOT, context)]
-    for children in shape:
-        below: list[tuple[int, Context]] = []
-        for parent, prefix in level:
-            row = weights(prefix, drawn)
-            left, ranked = list(row), sorted(range(VOCAB), key=lambda v, row=row: -row[v])  # type: ignore[misc]
-            for kind in children:
-                if kind is D and not any(left):
-                    continue  # every token with a chance is drafted
-                token = ranked.pop(0) if kind is F else rng.choices(range(VOCAB), left if kind is D else row)[0]
-                if kind is D:
-                    left[token] = 0.0
-                tokens.append(token)
-                parents.append(parent)
-                kinds.append(kind)
-                q_row.append(len(q))
-                below.append((len(tokens) - 1, (*prefix, token)))
-            q.append(probs("draft", prefix, claimed))
-        level = below
-    return DraftTree(torch.tensor(tokens), tuple(parents), tuple(kinds), tuple(q), tuple(q_row))
+    out, accepted = [0.0] * len(p), 0.0
+    q = tuple(torch.tensor(row, dtype=torch.float64) for row in rows)
+    for tokens, chance in tuples(kinds, rows, fixed):
+        tree = DraftTree(torch.tensor(tokens), (ROOT,) * len(kinds), kinds, q, tuple(range(len(kinds))))
+        _, left, decisions = decide(tree, p, [])
+        for turn in range(decisions):
+            before = [ALMOST_ONE] * turn
+            child, _, _ = decide(tree, p, [*before, 0.0])
+            low, high = 0.0, float(child is not None)
+            while high - low > 1e-15:
+                middle = (low + high) / 2
+                yes = decide(tree, p, [*before, middle])[0] == child
+                low, high = (middle, high) if yes else (low, middle)
+            if child is not None:
+                out[tokens[child]] += chance * high
+                accepted += chance * high
+                chance *= 1 - high
+        if chance > 1e-15:
+            out = [o + chance * float(w) for o, w in zip(out, left, strict=True)]
+    return out, accepted
 
 
-Rule = Callable[[DraftTree, Callable[[int], Tensor], Callable[[], float]], Accepted]
+def distribution(weights: list[float]) -> list[float]:
+    return [w / sum(weights) for w in weights]
 
 
-def p_value(shape: str, sampling: Sampling, rule: Rule = accept_sampled, *, claimed: Sampling | None = None) -> float:
-    """Chi-square p-value of TRIALS sequences of LENGTH tokens made by speculation, against the target's joint."""
-    rng = random.Random(7)
-    seen: Counter[Context] = Counter()
-    for _ in range(TRIALS):
-        text: Context = ()
-        while len(text) < LENGTH:
-            tree = drafted(text, SHAPES[shape], sampling, claimed or sampling, rng)
-            prefixes = {ROOT: text}
-            for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens.tolist(), strict=True)):
-                prefixes[node] = (*prefixes[parent], token)
-            text += tuple(rule(tree, lambda node, at=prefixes: probs("target", at[node], sampling), rng.random).tokens)  # type: ignore[misc]
-        seen[text[:LENGTH]] += 1
-    return chi_square(seen, sampling)
+def distributions(size: int) -> st.SearchStrategy[list[float]]:
+    """Of all kinds, and with zeros, ties and very unlikely tokens."""
+    weights = st.integers(0, 10**6).map(lambda seed: [random.Random(seed + i).random() for i in range(size)])
+    special = st.sampled_from([0.0, 0.0, 1e-9, 0.01, 1.0, 1.0, 2.0, 5.0])
+    return st.one_of(weights, st.lists(special, min_size=size, max_size=size).filter(any)).map(distribution)
 
 
-def chi_square(seen: Counter[Context], sampling: Sampling) -> float:
-    expected = {c: TRIALS * joint(c, sampling) for c in itertools.product(range(VOCAB), repeat=LENGTH)}
-    if any(expected[c] == 0 for c in seen):
-        return 0.0  # an impossible token came out
-    small = [c for c in expected if 0 < expected[c] < 5]
-    cells = [(seen[c], expected[c]) for c in expected if expected[c] >= 5]
-    if small:  # the usual condition of the test: merge cells with few expected
-        cells.append((sum(seen[c] for c in small), sum(expected[c] for c in small)))
-    statistic = sum((o - e) ** 2 / e for o, e in cells)
-    return float(chi2.sf(statistic, len(cells) - 1))
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+@pytest.mark.parametrize("kinds", [(S,), (F,), (S, S), (D, D), (F, F), (D, D, D), (F, S, D), (D, S, D), (S, F, S)])
+def test_exactly_the_target_is_emitted(kinds: tuple[Drawn, ...], data: st.DataObject) -> None:
+    size = 4 if len(kinds) < 3 else 3
+    p = data.draw(distributions(size))
+    row = data.draw(st.one_of(st.just(p), distributions(size)))  # p = q included
+    fixed = data.draw(st.lists(st.integers(0, size - 1), min_size=len(kinds), max_size=len(kinds)))
+    out, accepted = law(kinds, torch.tensor(p, dtype=torch.float64), [row] * len(kinds), fixed)
+    assert out == pytest.approx(p, abs=1e-12)
+    assert all(o == 0 for o, w in zip(out, p, strict=True) if w == 0)
+    # A rule that accepts nothing would be exact too.
+    if kinds == (S,):
+        assert accepted == pytest.approx(sum(map(min, p, row)), abs=1e-12)
+    if set(kinds) == {F}:
+        assert accepted == pytest.approx(sum(p[token] for token in set(fixed)), abs=1e-12)
+    if kinds == (S, S):  # the second one meets what the first has left of p
+        left = [max(a - b, 0.0) for a, b in zip(p, row, strict=True)]
+        again = sum(map(min, distribution(left), row)) if sum(left) > 1e-12 else 1.0
+        missed = 1 - sum(map(min, p, row))
+        assert accepted == pytest.approx(1 - missed * (1 - again), abs=1e-12)
 
 
-def joint(text: Context, sampling: Sampling) -> float:
-    chance = 1.0
-    for i, token in enumerate(text):
-        chance *= float(probs("target", text[:i], sampling)[token])
-    return chance
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.data())
+@pytest.mark.parametrize("kinds", [(S, S), (D, D), (S, D, D)])
+def test_siblings_may_come_from_different_distributions(kinds: tuple[Drawn, ...], data: st.DataObject) -> None:
+    p, *rows = (data.draw(distributions(3)) for _ in range(1 + len(kinds)))
+    out, _ = law(kinds, torch.tensor(p, dtype=torch.float64), rows, [0] * len(kinds))
+    assert out == pytest.approx(p, abs=1e-12)
 
 
-@pytest.mark.parametrize(("shape", "sampling"), CASES)
-def test_speculation_follows_the_target(shape: str, sampling: Sampling) -> None:
-    assert p_value(shape, sampling) > FALSE_ALARM / len(CASES)
-
-
-def caught(p: float) -> bool:
-    return p < FALSE_ALARM / len(CASES)
-
-
-def test_catches_resampling_from_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.accept, "residual", lambda p, q: p)
-    assert caught(p_value("chain", PLAIN))
-
-
-def test_catches_a_residual_that_changes_the_shared_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_place(p: Tensor, q: Tensor) -> Tensor:
-        return p.copy_(residual(p, q))
-
-    monkeypatch.setattr(eval.accept, "residual", in_place)
-    probs.cache_clear()
-    try:
-        assert caught(p_value("chain", PLAIN))
-    finally:
-        probs.cache_clear()
-
-
-def relabelled(kind: Drawn) -> Rule:
-    """The right rule told that the drafts came about in another way."""
-
-    def rule(tree: DraftTree, target: Callable[[int], Tensor], uniform: Callable[[], float]) -> Accepted:
-        wrong = DraftTree(tree.tokens, tree.parents, (kind,) * len(tree), tree.q, tree.q_row)
-        return accept_sampled(wrong, target, uniform)
-
-    return rule
-
-
-def test_catches_the_wrong_q() -> None:
-    assert caught(p_value("tree_topk", PLAIN, relabelled(S)))
-    assert caught(p_value("tree_distinct", WARPED, relabelled(S)))
-
-
-def test_catches_raw_q_against_warped_p() -> None:
-    assert caught(p_value("chain", WARPED, claimed=PLAIN))
+# --- rejection sampling by hand -------------------------------------------------------------------------------------
 
 
 def test_residual_by_hand() -> None:
@@ -172,7 +149,10 @@ def test_residual_by_hand() -> None:
     torch.testing.assert_close(residual(p, q), torch.tensor([0.75, 0.0, 0.25]))  # (.3, 0, .1) / .4
     torch.testing.assert_close(residual(p, p), p)  # nothing left: only rounding can lead here
     torch.testing.assert_close(without(p, [0]), torch.tensor([0.0, 0.6, 0.4]))
+    torch.testing.assert_close(without(p, [0, 1, 2]), p)
+    assert without(p, []) is p
     torch.testing.assert_close(p, torch.tensor([0.5, 0.3, 0.2]))
+    torch.testing.assert_close(q, torch.tensor([0.2, 0.7, 0.1]))
 
 
 def test_acceptance_probability_by_hand() -> None:
@@ -181,6 +161,61 @@ def test_acceptance_probability_by_hand() -> None:
     tree = DraftTree.chain([1], [q])
     assert accept_sampled(tree, lambda node: p, iter([0.499, 0.9]).__next__) == Accepted([0], [1, 1])
     assert accept_sampled(tree, lambda node: p, iter([0.501, 0.9]).__next__) == Accepted([], [0])
+
+
+def test_fixed_siblings_by_hand() -> None:
+    """p = (.5, .3, .2): 0 is accepted below u = .5, then 1 below .3/.5; 2 is all that is left, and is drawn."""
+    p = torch.tensor([0.5, 0.3, 0.2])
+    tree = DraftTree(torch.tensor([0, 1]), (ROOT, ROOT), (F, F))
+
+    def first(*uniforms: float) -> list[int]:
+        return accept_sampled(tree, lambda node: p, iter([*uniforms, 0.0]).__next__).tokens
+
+    assert first(0.499) == [0, 0]
+    assert first(0.501, 0.599) == [1, 0]
+    assert first(0.501, 0.601) == [2]
+
+
+@pytest.mark.parametrize("kind", [S, D, F])
+def test_an_impossible_token_is_never_accepted(kind: Drawn) -> None:
+    """Not for u = 0, and not where rounding leaves less than nothing of p."""
+    p, q = torch.tensor([0.6, 0.3, 0.1, 0.0]), torch.tensor([0.25, 0.25, 0.25, 0.25])
+    tree = DraftTree(torch.tensor([0, 1, 2, 3]), (ROOT,) * 4, (kind,) * 4, (q,), (0,) * 4)
+    for uniforms in itertools.product((0.0, 0.3, ALMOST_ONE), repeat=5):
+        assert 3 not in accept_sampled(tree, lambda node: p, iter(uniforms).__next__).tokens
+    over = torch.tensor([0.6, 0.4 + 1e-7, 0.0, 0.0])  # sums to more than 1
+    tree = DraftTree(torch.tensor([0, 1, 3]), (ROOT,) * 3, (F,) * 3)
+    assert accept_sampled(tree, lambda node: over, iter([ALMOST_ONE, ALMOST_ONE, 0.5, 0.0]).__next__).tokens[0] < 2
+
+
+def test_a_draw_that_q_cannot_have_given_decides_nothing() -> None:
+    """Without replacement q = (.9, .1, 0) has two tokens; a third sibling is not asked about, p stays as it was."""
+    p, q = torch.tensor([0.1, 0.1, 0.8]), torch.tensor([0.9, 0.1, 0.0])
+    for third in (0, 1, 2):
+        tree = DraftTree(torch.tensor([0, 1, third]), (ROOT,) * 3, (D,) * 3, (q,), (0,) * 3)
+        # residual (0, 0, 1) after the first, of which the second takes nothing: two random numbers and the bonus
+        assert accept_sampled(tree, lambda node: p, iter([0.5, 0.5, 0.5]).__next__) == Accepted([], [2])
+
+
+def test_equal_distributions_accept_everything() -> None:
+    """p = q up to the last bit: no rounding makes a rejection of it."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        p = torch.randn(1000, generator=generator).softmax(-1)
+        tree = DraftTree.chain([int(p.argmax()), int(p.argmin())], [p, p])
+        assert accept_sampled(tree, lambda node: p, lambda: ALMOST_ONE).path == [0, 1]  # noqa: B023
+
+
+def test_nothing_shared_is_changed() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(4, 5, generator=generator).softmax(-1)
+    p, q = rows[:2], tuple(rows[2:])
+    before, rng = rows.clone(), random.Random(0)
+    tree = DraftTree(torch.tensor([1, 1, 2, 3, 4, 0]), (ROOT, ROOT, ROOT, 0, 0, 1), (F, S, D, D, D, S), q, (0,) * 6)
+    for _ in range(200):
+        accept_sampled(tree, lambda node: p[(node + 1) % 2], rng.random)
+        accept_typical(tree, lambda node: p[(node + 1) % 2], rng.random, 0.3, 0.5)
+    assert torch.equal(rows, before)
 
 
 def test_only_rows_on_the_path_are_asked_for() -> None:
@@ -205,17 +240,107 @@ def test_greedy_follows_the_argmax_through_a_tree() -> None:
     assert accept_greedy(DraftTree.empty(), {ROOT: 6}.__getitem__) == Accepted([], [6])
 
 
-def test_draw_inverts_the_cumulative_sum() -> None:
-    p = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0])
-    assert [int(draw(p, u)) for u in (0.0, 0.2499, 0.2501, 0.9999999)] == [1, 1, 3, 3]
+# --- typical acceptance ---------------------------------------------------------------------------------------------
 
 
-def test_processors() -> None:
-    scores = torch.tensor([1.0, 3.0, 2.0, 0.0])
-    assert int(Sampling(0.0).argmax(scores, [])) == 1
-    torch.testing.assert_close(Sampling(1.0, top_k=1).probs(scores, []), torch.eye(4)[1])
-    torch.testing.assert_close(Sampling(1.0, top_k=99).probs(scores, []), scores.softmax(0))
-    torch.testing.assert_close(Sampling(1e-4).probs(scores, []), torch.eye(4)[1])
-    assert Sampling(1e-6).greedy
-    top = Sampling(0.5, top_p=0.9).probs(scores, [])  # softmax of (6, 4) after the other two are cut
-    torch.testing.assert_close(top, torch.tensor([0.0, 0.8808, 0.1192, 0.0]), atol=1e-4, rtol=0)
+def test_typical_threshold_by_hand() -> None:
+    """p = (1/2, 1/4, 1/8, 1/8): H = 1.75 ln 2, so exp(-H) = 2^-1.75 = 0.2973; delta = 1/2 puts the line at 0.1487."""
+    p = torch.tensor([0.5, 0.25, 0.125, 0.125])
+
+    def accepted(eps: float, delta: float) -> list[int]:
+        trees = [DraftTree.chain([token]) for token in range(4)]
+        verdicts = [accept_typical(tree, lambda node: p, lambda: 0.9, eps, delta) for tree in trees]
+        assert all(v.tokens[-1] == 3 for v in verdicts)  # the bonus token is drawn from p: the last eighth
+        return [token for token, v in enumerate(verdicts) if v.path]
+
+    assert accepted(0.9, 0.5) == [0, 1]  # the entropy decides
+    assert accepted(0.9, 0.5 * 2**1.75 / 4.001) == [0, 1, 2, 3]  # a line just below 1/8
+    assert accepted(0.3, 2.0) == [0]  # eps decides: the other line would be at 0.59, where nothing passes
+    assert accepted(0.5, 9.0) == []  # the line itself is not above it
+
+
+def test_typical_keeps_the_longest_path_and_of_equals_the_first() -> None:
+    likely = torch.tensor([0.3, 0.3, 0.3, 0.1])  # with eps = .2 all but 3 pass
+    #  root -> 0, 1, 2;  0 -> 3;  1 -> 0, 1;  2 -> 2;  and below 2's child an unlikely one
+    tree = DraftTree(torch.tensor([0, 1, 2, 2, 3, 0, 1, 3]), (ROOT, ROOT, ROOT, 2, 0, 1, 1, 3), (F,) * 8)
+    assert accept_typical(tree, lambda node: likely, lambda: 0.0, 0.2, 9.0) == Accepted([1, 5], [1, 0, 0])
+    last = DraftTree(torch.tensor([0, 1, 2, 2, 3, 0, 1, 1]), tree.parents, tree.drawn)
+    assert accept_typical(last, lambda node: likely, lambda: 0.95, 0.2, 9.0) == Accepted([2, 3, 7], [2, 2, 1, 3])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.floats(0, 0.9), st.floats(0.05, 2))
+def test_typical_equals_a_search_over_all_paths(seed: int, eps: float, delta: float) -> None:
+    rng = random.Random(seed)
+    parents = tuple(rng.randrange(ROOT, node) for node in range(8))
+    tree = DraftTree(torch.tensor([rng.randrange(4) for _ in parents]), parents, (F,) * 8)
+    rows = [distribution([rng.random() ** 3 + 1e-3 for _ in range(4)]) for _ in range(9)]
+
+    def passes(node: int) -> bool:
+        p = rows[parents[node] + 1]
+        entropy = -sum(w * math.log(w) for w in p)
+        return p[int(tree.tokens[node])] > min(eps, delta * math.exp(-entropy))
+
+    paths = [tree.path(node) for node in range(ROOT, 8)]
+    whole = [path for path in paths if all(map(passes, path))]
+    places = {node: place for parent in range(ROOT, 8) for place, node in enumerate(tree.children(parent))}
+    best = min(whole, key=lambda path: (-len(path), [places[node] for node in path]))
+    given_rows = torch.tensor(rows, dtype=torch.float64)
+    assert accept_typical(tree, lambda node: given_rows[node + 1], lambda: 0.5, eps, delta).path == best
+
+
+def test_rules_and_their_mistakes() -> None:
+    assert Rule().lossless and not Rule("typical").lossless
+    mistakes: list[tuple[dict[str, Any], str]] = [
+        ({"name": "nearly"}, "verify.rule=nearly"),
+        ({"eps": 1.0}, "verify.typical_eps=1.0"),
+    ]
+    mistakes += [({"eps": -0.1}, "typical_eps"), ({"delta": 0.0}, "verify.typical_delta=0.0")]
+    for settings_, message in mistakes:
+        with pytest.raises(EyasError, match=message):
+            Rule(**settings_)
+
+
+# --- the entry ------------------------------------------------------------------------------------------------------
+
+IDS = [3, 1]
+TREE = DraftTree(torch.tensor([0, 1, 2, 1, 3, 0]), (ROOT, ROOT, 0, 0, 1, 3), (F,) * 6)
+LOGITS = torch.randn(7, 4, generator=torch.Generator().manual_seed(3))
+
+
+def numbers() -> Callable[[], float]:
+    return random.Random(5).random
+
+
+@pytest.mark.parametrize("extra", [(), (SuppressTokensLogitsProcessor([1]),)])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_accept_gives_each_rule_the_processed_rows_and_their_context(penalty: float, extra: tuple[Any, ...]) -> None:
+    sampling = Sampling(0.8, top_k=3, repetition_penalty=penalty, extra=extra)
+    texts = {ROOT: IDS, 0: [3, 1, 0], 1: [3, 1, 1], 2: [3, 1, 0, 2], 3: [3, 1, 0, 1], 4: [3, 1, 1, 3]}
+    texts[5] = [3, 1, 0, 1, 0]
+
+    def probs(node: int) -> Tensor:
+        return sampling.probs(LOGITS[node + 1], texts[node])
+
+    mine = accept(Rule(), sampling, TREE, LOGITS, IDS, numbers())
+    assert mine == accept_sampled(TREE, probs, numbers())
+    mine = accept(Rule("typical", 0.2, 0.5), sampling, TREE, LOGITS, IDS, numbers())
+    assert mine == accept_typical(TREE, probs, numbers(), 0.2, 0.5)
+    greedy = Sampling(0.0, repetition_penalty=penalty, extra=extra)
+    expected = accept_greedy(TREE, lambda node: int(greedy.argmax(LOGITS[node + 1], texts[node])))
+    for rule in (Rule(), Rule("typical")):
+        assert accept(rule, greedy, TREE, LOGITS, IDS, numbers()) == expected
+
+
+def test_accept_takes_an_argmax_that_is_known() -> None:
+    best: list[int] = LOGITS.argmax(-1).tolist()
+    mine = accept(Rule(), Sampling(0.0), TREE, torch.empty(7, 4), IDS, numbers(), best)
+    assert mine == accept(Rule(), Sampling(0.0), TREE, LOGITS, IDS, numbers())
+
+
+def test_typical_acceptance_turns_into_the_argmax_match_as_the_temperature_falls() -> None:
+    cold, zero = Sampling(1e-4), Sampling(0.0)
+    for seed in range(20):
+        logits = torch.randn(7, 4, generator=torch.Generator().manual_seed(seed))
+        expected = accept(Rule("typical"), zero, TREE, logits, IDS, numbers())
+        assert accept(Rule("typical"), cold, TREE, logits, IDS, numbers()) == expected

@@ -57,12 +57,12 @@ CASES = [
     (tree, kind, name) for tree in TREES for kind in KINDS for name in PROCESSORS if (tree, kind) != ("chain", "mixed")
 ]
 # The same through the verification loop and the proposer of drafters, several sequences at a time
-LOOPS: list[tuple[str, Shape, str, str]] = [
-    ("chain", chain(2), "with_replacement", "plain"),
-    ("static", StaticTree.of_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]]), "without_replacement", "cut"),
-    ("static", StaticTree.of_paths([[0], [1], [0, 0], [1, 0], [1, 1]]), "with_replacement", "penalty"),
-    ("dynamic", DynamicTree(2, branch=3, nodes=5), "top", "min_p"),
-    ("dynamic", DynamicTree(3, branch=2, nodes=6), "top", "penalty"),
+LOOPS: list[tuple[Shape, str, str]] = [
+    (chain(2), "with_replacement", "plain"),
+    (StaticTree.of_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0]]), "without_replacement", "cut"),
+    (StaticTree.of_paths([[0], [1], [0, 0], [1, 0], [1, 1]]), "with_replacement", "penalty"),
+    (DynamicTree(2, branch=3, nodes=5), "top", "min_p"),
+    (DynamicTree(3, branch=2, nodes=6), "top", "penalty"),
 ]
 LEVEL = FALSE_ALARM / (len(CASES) + len(LOOPS) + 2)  # two more tests below say that something is lossless
 
@@ -330,8 +330,8 @@ def loop_p_value(shape: Shape, draws: str, sampling: Sampling, seed: int, rule: 
     return chi_square(Counter(tuple(out.tokens) for out in outs), Side(logits, sampling))
 
 
-@pytest.mark.parametrize(("name", "shape", "draws", "processors"), LOOPS)
-def test_the_loop_follows_the_target(name: str, shape: Shape, draws: str, processors: str) -> None:
+@pytest.mark.parametrize(("shape", "draws", "processors"), LOOPS)
+def test_the_loop_follows_the_target(shape: Shape, draws: str, processors: str) -> None:
     assert loop_p_value(shape, draws, PROCESSORS[processors], seed=100) > LEVEL
 
 
