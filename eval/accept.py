@@ -143,16 +143,16 @@ def try_children(
             continue
         p, gone, left = without(p, gone), [], 1.0
         q = tree.q[tree.q_row[child]]
+        repeated = kind is Drawn.DISTINCT and token in tried
         if kind is Drawn.DISTINCT:
             q = without(q, tried)
+            tried.append(token)
         p_token, q_token = torch.stack((p[token], q[token])).tolist()
-        if not q_token > 0 or (kind is Drawn.DISTINCT and token in tried):
+        if repeated or not q_token > 0:
             continue  # q had run out of tokens: this one wasn't drawn from it and decides nothing
         if uniform() * q_token < p_token:
             return child, p
         p = residual(p, q)
-        if kind is Drawn.DISTINCT:
-            tried.append(token)
     return None, without(p, gone)
 
 

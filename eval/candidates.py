@@ -21,6 +21,7 @@ from eval.shapes import Shape, StaticTree, chain, classic, fit, read_tree
 from models.drafter import Drafter, DraftSession
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.packed import pack_linears
 from models.portable import open_drafter
 from models.run_folder import best_checkpoint
 from models.target import Target
@@ -118,7 +119,8 @@ def shape_of(verify: VerifyConfig) -> Shape:
 
 
 def trained(drafter: Drafter, frozen: FrozenTarget, verify: VerifyConfig, path: str | None = None) -> Candidate:
-    """A trained drafter as a candidate."""
+    """A trained drafter as a candidate; from here on it only drafts."""
+    pack_linears(drafter.requires_grad_(False))
     shape = fit(shape_of(verify), "verify.tree", drafter.max_depth, len(drafter.vocab))
     return Candidate(drafter_name(path), "drafter", path, shape, drafter.eval(), frozen, vocab=drafter.vocab)
 

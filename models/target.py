@@ -33,6 +33,7 @@ from models.load_frozen import (
     plain_config,
     read_config,
 )
+from models.packed import pack_linears
 from models.pypi import resolve
 
 LOGITS_AT_ONCE = 1 << 24  # logits in memory at a time when scoring many tokens (64 MiB of float32)
@@ -114,6 +115,7 @@ class Target:
         accepted = inspect.signature(self._decoder.forward).parameters
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # its older name
         self._fingerprint: str | None = None
+        pack_linears(model)
         self._check_head()
 
     @classmethod

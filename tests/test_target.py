@@ -103,7 +103,7 @@ def states(features: Features | States, *index: Any) -> States:
 
 
 def same_states(a: States, b: States) -> bool:
-    return close(a.taps, b.taps) and close(a.final, b.final)
+    return close(a.taps, b.taps, 3e-5) and close(a.final, b.final, 3e-5)
 
 
 def test_steps_and_rollback_equal_a_fresh_forward(target: Target) -> None:
