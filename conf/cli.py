@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from conf import CONF_DIR, PRIMARY
 from conf.explain import MISTAKES, check_arguments, explain, of_the_disk
 from conf.schema import Config
-from conf.validate import resolve
+from conf.validate import MEASURING, resolve
 from models.errors import EyasError
 from models.visible import visible
 
@@ -78,7 +78,7 @@ def prepare(composed: DictConfig, job: str) -> Config:
 
 def spelled_out(arguments: Sequence[str], job: str) -> list[str]:
     """The short forms of ``eval`` in full: ``prompts=``, ``eval.KEY=``, and (``export`` too) ``drafter=FOLDER``."""
-    if job not in ("eval", "export"):
+    if job not in (*MEASURING, "export"):
         return list(arguments)
     choices = {path.stem for path in (CONF_DIR / "drafter").glob("*.yaml")}
 
@@ -88,9 +88,9 @@ def spelled_out(arguments: Sequence[str], job: str) -> list[str]:
             return argument
         if key == "drafter" and given not in choices:
             return f"drafter_path={given}"
-        if job == "eval" and key == "prompts":
+        if job != "export" and key == "prompts":
             return f"verify.prompts={given}"
-        return f"verify.{argument.removeprefix('eval.')}" if job == "eval" and key.startswith("eval.") else argument
+        return f"verify.{argument.removeprefix('eval.')}" if job != "export" and key.startswith("eval.") else argument
 
     return [long(argument) for argument in arguments]
 

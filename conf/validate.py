@@ -132,6 +132,7 @@ TREES = ("chain", "dynamic", "medusa", "eagle1")  # anything else is a file
 LEVELLED = ("chain", "dynamic")
 NGRAM = ("ngram_min", "ngram_max")
 DRAFT_MODEL = "model:"
+MEASURING = ("eval", "lossless", "profile")  # verbs that load drafters and prompts
 SERVERS = ("model", "concurrency", "retries", "timeout", "api_key_env")
 UNUSED: tuple[Conflict, ...] = (
     ("optim.muon_lr", lambda c: c.optim.name != "muon", "optim.name is not muon"),
@@ -212,9 +213,9 @@ def check_keys(composed: DictConfig, prefix: str = "") -> None:
 def require_data(cfg: Config, job: str) -> None:
     """train, data and regenerate read conversations; eval does unless it is given prompts; the others never do."""
     readers = ("train", "data", "regenerate")
-    needed = job in readers or (job == "eval" and cfg.verify.prompts is None and cfg.data.valid_path is None)
+    needed = job in readers or (job in MEASURING and cfg.verify.prompts is None and cfg.data.valid_path is None)
     if needed and cfg.data.path is None:
-        other = ", or verify.prompts=FILE" if job == "eval" else ""
+        other = ", or verify.prompts=FILE" if job in MEASURING else ""
         raise EyasError(
             "data.path: this recipe brings no data; give data.path=FILE (ShareGPT or messages, JSON or JSONL), "
             f"a folder of them, or a `datasets` name{other}"
@@ -224,13 +225,13 @@ def require_data(cfg: Config, job: str) -> None:
 def check_late_inputs(cfg: Config, job: str) -> None:
     """What is only read after hours of work must be there from the start."""
     needed = {"train.init_from": cfg.train.init_from} if job == "train" else {}
-    if job in ("eval", "export"):
+    if job in (*MEASURING, "export"):
         check_drafters(cfg, job)
-    if job in ("train", "eval") and cfg.verify.tree not in TREES:
+    if job in ("train", *MEASURING) and cfg.verify.tree not in TREES:
         needed["verify.tree"] = cfg.verify.tree
-    if job in ("train", "eval", "data"):
+    if job in ("train", "data", *MEASURING):
         needed["verify.prompts"] = cfg.verify.prompts
-    if job in ("train", "eval") and cfg.data.supervise == "all" and cfg.verify.prompts is None:
+    if job in ("train", *MEASURING) and cfg.data.supervise == "all" and cfg.verify.prompts is None:
         refuse(cfg, "data.supervise", "leaves no prompt to measure on; give verify.prompts=FILE")
     for key, path in needed.items():
         if path is not None and not Path(path).exists():
@@ -255,7 +256,7 @@ def check_outputs(cfg: Config, job: str) -> None:
     """What is written after hours of work must be writable from the start; finished features may be read-only."""
     written = ["output_dir"]
     written += ["store.dir"] if job == "data" or (job == "train" and cfg.features == "store") else []
-    written += ["data.cache_dir"] if job in ("train", "data", "eval") and cfg.data.path is not None else []
+    written += ["data.cache_dir"] if job in ("train", "data", *MEASURING) and cfg.data.path is not None else []
     written += ["export.dir"] if job in ("train", "export") else []
     for key in written:
         if value(cfg, key) is None:
