@@ -335,6 +335,7 @@ def warn_of_positions(bench: Bench, prompts: Sequence[Prompt]) -> None:
     longest = max(len(prompt.ids) for prompt in prompts) + bench.verify.max_new_tokens
     for candidate in bench.candidates:
         limit = candidate.drafter.max_positions if candidate.drafter else None
+        limit = context_length(candidate.model.config) if candidate.model else limit
         if limit is not None and longest > limit:
             log.warning(
                 "%s was made for %d positions, texts reach %d: acceptance may fall beyond (tau by position tells)",

@@ -32,6 +32,13 @@ class Processes:
         dist.all_gather_object(found, own)
         return [item for rank, item in enumerate(found) if item is not None and rank != self.rank]
 
+    def first(self, own: T) -> T:
+        """What the first process gives in the same call: for what is measured and must be the same for all."""
+        found = [own]
+        if self.size > 1:
+            dist.broadcast_object_list(found, src=0)
+        return found[0]
+
 
 @contextmanager
 def launched(device: str) -> Iterator[Processes]:

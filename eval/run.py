@@ -32,6 +32,7 @@ from eval.candidates import (
     told_apart,
     trained,
 )
+from eval.cost import CostModel
 from eval.measure import Bench, context_length, measure
 from eval.page import token_texts
 from eval.predict import measure_costs, predictions, tuned
@@ -63,7 +64,9 @@ def run_bench(
     """Measure loaded models, on the first ``verify.max_prompts`` prompts; the others serve to choose a tree."""
     verify = bench.verify
     asked, others = prompts[: verify.max_prompts], prompts[verify.max_prompts :]
-    costs = measure_costs(bench.target, bench.candidates) if asked and (verify.costs or verify.tune) else None
+    costs: CostModel | None = None
+    if asked and (verify.costs or verify.tune):  # each process by itself would choose trees of its own
+        costs = bench.processes.first(measure_costs(bench.target, bench.candidates))
     if verify.tune and costs:
         bench = tuned(bench, others or asked, costs, folder / "trees")
         about |= {"tuned_on": f"{len(others)} other prompts" if others else "the prompts of the measurement"}
