@@ -98,7 +98,7 @@ class VerifyConfig:
     prompts: str | None = None
     max_prompts: int = 20  # taken evenly from the categories of the file, if it has any
     max_new_tokens: int = 64
-    stop: list[str] = field(default_factory=list)  # strings that end an answer
+    stop: list[str] = field(default_factory=list)  # strings that end an answer; \n and \t mean line end and tab
     tree: str = "chain"  # chain | dynamic (EAGLE-2) | medusa | eagle1 (classic static trees) | a FILE of paths
     gamma: int = 4  # levels of a chain or of a dynamic tree
     branch: int = 10  # dynamic: nodes expanded at every level, and children of each

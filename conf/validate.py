@@ -113,7 +113,7 @@ RANGES: dict[str, Range] = {
     "verify.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "verify.min_p": SHARE,
     "verify.repetition_penalty": ABOVE_ZERO,
-    "verify.typical_eps": ("above 0 and at most 1", lambda x: 0 < x <= 1),
+    "verify.typical_eps": ("0 or more and below 1", lambda x: 0 <= x < 1),
     "verify.typical_delta": ABOVE_ZERO,
 }
 
@@ -147,13 +147,19 @@ UNUSED: tuple[Conflict, ...] = (
     ("regenerate.top_p", lambda c: c.regenerate.temperature == 0, "regenerate.temperature is 0 (greedy)"),
     *(
         (f"verify.{key}", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)")
-        for key in ("top_k", "top_p", "min_p", "draws")
+        for key in ("top_k", "top_p", "min_p", "draws", "typical_eps", "typical_delta")
     ),
     *(
         (f"verify.{key}", lambda c: c.verify.tree != "dynamic", "verify.tree is not dynamic")
         for key in ("branch", "nodes")
     ),
-    ("verify.gamma", lambda c: c.verify.tree not in LEVELLED, "verify.tree has levels of its own"),
+    (
+        "verify.gamma",
+        lambda c: c.verify.tree not in LEVELLED and "ngram" not in drafters(c),
+        "verify.tree has levels of its own",
+    ),
+    ("verify.gamma", lambda c: c.verify.tune and "ngram" not in drafters(c), "verify.tune chooses the levels"),
+    ("verify.draws", lambda c: c.verify.tree == "dynamic", "a dynamic tree drafts the likeliest tokens"),
     ("verify.typical_eps", lambda c: c.verify.rule != "typical", "verify.rule is not typical"),
     ("verify.typical_delta", lambda c: c.verify.rule != "typical", "verify.rule is not typical"),
     ("verify.tune_prompts", lambda c: not c.verify.tune, "verify.tune is off"),
@@ -302,6 +308,8 @@ def check_texts(cfg: Config) -> None:
     for key in every_key():
         given = value(cfg, key)
         for text in given if isinstance(given, list) else [given]:
+            if key == "verify.stop" and text:
+                continue  # white space may end a text
             if isinstance(text, str) and (not text.strip() or text == "None"):
                 refuse(cfg, key, "must not be empty; none is written null")
 

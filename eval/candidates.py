@@ -15,9 +15,9 @@ from eval.draft_model import ModelSession, check_same_tokenizer, draft_vocab
 from eval.drafting import DraftingProposer
 from eval.dynamic_tree import DynamicTree
 from eval.ngram import NgramProposer
-from eval.proposers import Proposer
+from eval.proposers import LimitedProposer, Proposer
 from eval.sampling import Sampling
-from eval.shapes import Shape, StaticTree, chain, classic, fit, read_tree
+from eval.shapes import AdaptiveDepth, Shape, StaticTree, chain, classic, fit, read_tree
 from models.drafter import Drafter, DraftSession
 from models.errors import EyasError
 from models.frozen import FrozenTarget
@@ -61,6 +61,14 @@ class Candidate:
         return self.vocab
 
     def proposer(self, target: Target, sampling: Sampling, verify: VerifyConfig, slots: int) -> Proposer:
+        proposer = self._proposer(target, sampling, verify, slots)
+        if not verify.adaptive and verify.off_above is None:
+            return proposer
+        return LimitedProposer(
+            proposer, AdaptiveDepth(self.shape.levels) if verify.adaptive else None, verify.off_above
+        )
+
+    def _proposer(self, target: Target, sampling: Sampling, verify: VerifyConfig, slots: int) -> Proposer:
         if self.kind == NGRAM:
             return NgramProposer(verify.ngram_min, verify.ngram_max, verify.gamma)
         session = self.session(slots)
@@ -72,8 +80,6 @@ class Candidate:
             self.shape,
             sampling,
             draws=verify.draws,
-            adaptive=verify.adaptive,
-            off_above=verify.off_above,
         )
 
     def about(self) -> dict[str, Any]:

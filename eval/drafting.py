@@ -10,35 +10,34 @@ from torch import Tensor
 
 from eval.draws import Draws, Start
 from eval.sampling import Sampling
-from eval.shapes import AdaptiveDepth, Shape
+from eval.shapes import Shape
 from eval.tree import DraftTree, Drawn
 from models.blocks import States
 from models.drafter import DraftSession
 from models.vocab import DraftVocab
 
+WAITING = 64  # positions of a sequence that are remembered at most, each with the target's states
+
 
 @dataclass
 class Text:
     """What is known of one slot's sequence. ids: its confirmed tokens; states, next_ids: what was committed and not yet
-    given to the session; logits: of the token after the last confirmed one, where nothing is pending; drafted: levels
-    of the newest tree."""
+    given to the session; logits: of the token after the last confirmed one, where nothing is pending."""
 
     uniform: Callable[[], float]
     ids: list[int]
     states: list[States] = field(default_factory=list)
     next_ids: list[int] = field(default_factory=list)
     logits: Tensor | None = None
-    drafted: int = 0
 
 
 class DraftingProposer:
     """The proposer (see eval/proposers.py) of a draft model.
 
     shape: already fitted to the drafter (``eval.shapes.fit``). draws: one of ``eval.draws.WAYS``, how drafts are drawn
-    at T > 0. adaptive: levels follow each sequence's acceptance. off_above: with more sequences than this nothing is
-    drafted. A prompt is read when it is committed, as engines do in their prefill (not with off_above); later commits
-    are only remembered, and read when drafts are wanted next, of all slots in one forward.
-    Chains are drafted without waiting for the device, unless a logits processor reads the text.
+    at T > 0. A prompt is read when it is committed, as engines do in their prefill; later commits are only remembered,
+    and read when drafts are wanted next, of all slots in one forward, or when WAITING positions have come together.
+    A trained drafter's chains are drafted without waiting for the device, unless a logits processor reads the text.
     """
 
     def __init__(
@@ -49,13 +48,10 @@ class DraftingProposer:
         sampling: Sampling,
         *,
         draws: str = "without_replacement",
-        adaptive: bool = False,
-        off_above: int | None = None,
     ) -> None:
         assert not shape.trimmed(None, len(vocab))[1], "the shape has to be fitted to the draft vocabulary first"
-        self.session, self.shape, self.off_above = session, shape, off_above
+        self.session, self.shape = session, shape
         self.draws = Draws(vocab, sampling, draws)
-        self.adaptive = AdaptiveDepth(shape.levels) if adaptive else None
         self.texts: dict[int, Text] = {}
 
     @property
@@ -66,41 +62,28 @@ class DraftingProposer:
     def begin(self, slot: int, prompt: Sequence[int], uniform: Callable[[], float]) -> None:
         self.texts[slot] = Text(uniform, list(prompt[:1]))
         self.session.reset(slot, prompt[0])
-        if self.adaptive:
-            self.adaptive.begin(slot)
 
     def move(self, source: int, to: int) -> None:
         self.texts[to] = self.texts.pop(source)
         self.session.move(source, to)
-        if self.adaptive:
-            self.adaptive.move(source, to)
 
     def commit(self, slot: int, states: States, next_ids: Sequence[int]) -> None:
         text = self.texts[slot]
-        if self.adaptive and text.drafted:
-            self.adaptive.learn(slot, len(next_ids) - 1)
-        text.drafted = 0
         text.ids += next_ids
         text.states.append(states)
         text.next_ids += next_ids
-        if len(text.ids) == len(next_ids) + 1 and self.off_above is None:  # the prompt
+        if len(text.ids) == len(next_ids) + 1 or len(text.next_ids) >= WAITING:  # the prompt, or nothing is drafted
             self._extend([slot])
 
     def propose(self, limits: Sequence[int]) -> list[DraftTree]:
         trees = [DraftTree.empty()] * len(limits)
-        levels = [self._levels(slot, limit, len(limits)) for slot, limit in enumerate(limits)]
+        levels = [min(limit, self.shape.levels) for limit in limits]
         slots = [slot for slot, allowed in enumerate(levels) if allowed > 0]
         if slots:
             start = self._start(slots, [levels[slot] for slot in slots])
             for slot, tree in zip(slots, self.shape.draft(start, self.draws), strict=True):
                 trees[slot] = tree
-                self.texts[slot].drafted = tree.depth
         return trees
-
-    def _levels(self, slot: int, limit: int, active: int) -> int:
-        if self.off_above is not None and active > self.off_above:
-            return 0
-        return min(limit, self.adaptive.levels(slot) if self.adaptive else self.shape.levels)
 
     def _start(self, slots: Sequence[int], limits: Sequence[int]) -> Start:
         def expand(rows: Sequence[int], parents: Tensor, tokens: Tensor, depth: int) -> Tensor:
@@ -121,7 +104,7 @@ class DraftingProposer:
         taps, final = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*states, strict=True))
         ids = [token for text in texts for token in text.next_ids]
         counts = [len(text.next_ids) for text in texts]
-        next_ids = torch.tensor(ids, dtype=torch.int64, device=final.device)
+        next_ids = torch.tensor(ids, dtype=torch.int64)  # on the host: an independent model reads them there
         logits = self.session.extend(slots, counts, taps, final, next_ids)
         for text, root in zip(texts, logits, strict=True):
             text.states, text.next_ids, text.logits = [], [], root

@@ -53,7 +53,9 @@ class Bench:
         verify = self.verify
         sampling = Sampling(temperature, verify.top_k, verify.top_p, verify.min_p, verify.repetition_penalty)
         context = context_length(self.target.config)
-        limits = Limits(verify.max_new_tokens, self.target.eos_ids, context, tuple(verify.stop))
+        limits = Limits(
+            verify.max_new_tokens, self.target.eos_ids, context, tuple(unescaped(stop) for stop in verify.stop)
+        )
         rule = Rule(verify.rule, verify.typical_eps, verify.typical_delta)
         return Decoder(self.target, sampling, limits, rule)
 
@@ -297,7 +299,7 @@ def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) 
         "prompt_source": "given",
         "template": None,
         **about,
-        "tree": verify.tree,
+        "tree": "tuned" if verify.tune else verify.tree,
         "gamma": verify.gamma,
         **({"branch": verify.branch, "nodes": verify.nodes} if verify.tree == "dynamic" else {}),
         "draws": verify.draws,
@@ -322,6 +324,11 @@ def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) 
         "processes": bench.processes.size,
         "seed": bench.seed,
     }
+
+
+def unescaped(stop: str) -> str:
+    """A stop string from the command line, where a line end can only be written \\n."""
+    return stop.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def context_length(config: PretrainedConfig) -> int | None:

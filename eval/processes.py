@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from models.device import pick_device
+
 T = TypeVar("T")
 
 
@@ -47,7 +49,7 @@ def launched(device: str) -> Iterator[Processes]:
     if size == 1:
         yield Processes()
         return
-    if device == "cuda":
+    if pick_device(device) == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("gloo")  # what is exchanged are Python objects in host memory
     try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from eval.shapes import AdaptiveDepth
 from eval.tree import DraftTree
 from models.blocks import States
 
@@ -46,6 +46,46 @@ class PlainProposer:
         pass
 
 
+class LimitedProposer:
+    """Another proposer that drafts less where drafts gain little.
+
+    adaptive: the levels of each sequence's trees follow its acceptance. off_above: with more sequences than this
+    nothing is drafted; drafting goes on when there are fewer.
+    """
+
+    def __init__(self, inner: Proposer, adaptive: AdaptiveDepth | None = None, off_above: int | None = None) -> None:
+        self.inner, self.adaptive, self.off_above = inner, adaptive, off_above
+        self.drafted: dict[int, bool] = {}  # whether the slot's newest tree had any nodes
+
+    def begin(self, slot: int, prompt: Sequence[int], uniform: Callable[[], float]) -> None:
+        self.inner.begin(slot, prompt, uniform)
+        self.drafted[slot] = False
+        if self.adaptive:
+            self.adaptive.begin(slot)
+
+    def commit(self, slot: int, states: States, next_ids: Sequence[int]) -> None:
+        if self.adaptive and self.drafted[slot]:
+            self.adaptive.learn(slot, len(next_ids) - 1)
+        self.drafted[slot] = False
+        self.inner.commit(slot, states, next_ids)
+
+    def propose(self, limits: Sequence[int]) -> list[DraftTree]:
+        trees = self.inner.propose([self._limit(slot, limit, len(limits)) for slot, limit in enumerate(limits)])
+        self.drafted |= {slot: bool(len(tree)) for slot, tree in enumerate(trees)}
+        return trees
+
+    def move(self, source: int, to: int) -> None:
+        self.inner.move(source, to)
+        self.drafted[to] = self.drafted.pop(source)
+        if self.adaptive:
+            self.adaptive.move(source, to)
+
+    def _limit(self, slot: int, limit: int, active: int) -> int:
+        if self.off_above is not None and active > self.off_above:
+            return 0
+        return min(limit, self.adaptive.levels(slot)) if self.adaptive else limit
+
+
 class ScriptedProposer:
     """Drafts what ``script(tokens so far, limit)`` says: oracles and adversaries for tests, trees of any shape."""
 
@@ -68,9 +108,3 @@ class ScriptedProposer:
     def _draft(self, slot: int, limit: int) -> DraftTree:
         drafted = self.script(list(self.ids[slot]), limit)
         return drafted if isinstance(drafted, DraftTree) else DraftTree.chain(drafted[:limit])
-
-
-def random_proposer(vocab_size: int, gamma: int, seed: int = 0) -> ScriptedProposer:
-    """Chains of uniformly random tokens, whatever the text: a drafter that knows nothing."""
-    rng = random.Random(seed)
-    return ScriptedProposer(lambda ids, limit: [rng.randrange(vocab_size) for _ in range(min(gamma, limit))])

@@ -50,6 +50,7 @@ class Seconds:
     verify: float = 0.0
     other: float = 0.0
     passes: int = 0  # forwards of the target, whatever the number of sequences in them
+    levels: int = 0  # drafted in those passes: of the deepest tree of each
 
     @property
     def decode(self) -> float:
@@ -59,7 +60,7 @@ class Seconds:
 @dataclass
 class Generation:
     """tokens: the output, first the one that prefill gave; finish: eos | length | context | stop. first_token: seconds
-    of the prefill; latency: seconds from the first token to the last."""
+    of the prefill, the drafter's own included; latency: seconds from then to the last token."""
 
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
@@ -158,23 +159,22 @@ class Loop:
         """Read a prompt into the next free slot, and take its first token."""
         decoder, slot, prompt = self.decoder, len(self.active), request.prompt
         one = Active(request, room_for(prompt, decoder.limits))
-        started = self.clock.last
+        started = self.clock.worked
         self.cache.reset(slot)
-        ids = torch.tensor(list(prompt), dtype=torch.int64, device=decoder.target.device)
+        ids = torch.tensor(list(prompt), dtype=torch.int64)  # on the host, where they are checked
         logits, states = decoder.target.step([Block(ids)], self.cache, first=slot, last_only=True)
         self.cache.keep(slot, range(len(prompt)))
         tokens = [choose(decoder, logits[0], prompt, request.uniform)]
         keep(one.out, tokens, decoder, one.room)
+        if not one.out.finish:
+            self.active.append(one)
+            self.proposer.begin(slot, prompt, request.uniform)
+            self.proposer.commit(slot, states, [*prompt[1:], *tokens])
         self.clock.lap("prefill")
-        one.started, one.out.first_token = self.clock.last, self.clock.last - started
+        one.started, one.out.first_token = self.clock.worked, self.clock.worked - started
         if one.out.finish:
             self.done(request, one.out)
             self.clock.skip()
-            return
-        self.active.append(one)
-        self.proposer.begin(slot, prompt, request.uniform)
-        self.proposer.commit(slot, states, [*prompt[1:], *tokens])
-        self.clock.lap("prefill")
 
     def one_pass(self) -> None:
         """Draft for every sequence, verify all drafts in one forward, keep what is accepted."""
@@ -183,6 +183,7 @@ class Loop:
         blocks = [tree.block(one.out.tokens[-1]) for tree, one in zip(trees, self.active, strict=True)]
         logits, states = self.decoder.target.step(blocks, self.cache)
         self.seconds.passes += 1
+        self.seconds.levels += max(tree.depth for tree in trees)
         self.clock.lap("verify")
         verdicts = judge_all(self.decoder, trees, logits, self.active)
         start = 0
@@ -202,7 +203,7 @@ class Loop:
     def leave(self, slot: int) -> None:
         """Take a finished sequence out; the last one moves into its slot."""
         one, last = self.active[slot], len(self.active) - 1
-        one.out.latency = self.clock.last - one.started
+        one.out.latency = self.clock.worked - one.started
         if slot < last:
             self.cache.move(last, slot)
             self.proposer.move(last, slot)
@@ -261,7 +262,7 @@ def keep(out: Generation, tokens: Sequence[int], decoder: Decoder, room: int | N
         out.tokens.append(token)
         if token in limits.eos_ids:
             out.finish = "eos"
-        elif limits.stop and stop_at(decoder, out.tokens) is not None:
+        elif limits.stop and stops_here(decoder, out.tokens):
             out.finish = "stop"
         elif len(out.tokens) >= limits.max_new_tokens:
             out.finish = "length"
@@ -270,6 +271,13 @@ def keep(out: Generation, tokens: Sequence[int], decoder: Decoder, room: int | N
         if out.finish:
             return count
     return len(tokens)
+
+
+def stops_here(decoder: Decoder, tokens: Sequence[int]) -> bool:
+    """Whether a stop string is complete, which none was before the last token: the end of the text tells."""
+    longest = max(len(stop) for stop in decoder.limits.stop)
+    end = text_of(decoder.target, tokens[-4 * longest - 16 :])  # a character may take four tokens
+    return any(stop in end for stop in decoder.limits.stop) and stop_at(decoder, tokens) is not None
 
 
 def stop_at(decoder: Decoder, tokens: Sequence[int]) -> int | None:
@@ -294,7 +302,7 @@ class Clock:
 
     def __init__(self, target: Target, seconds: Seconds) -> None:
         self.device, self.seconds = torch.device(target.device), seconds
-        self.last = self.now()
+        self.last, self.skipped = self.now(), 0.0
 
     def now(self) -> float:
         if self.device.type == "cuda":  # otherwise a phase would be charged for the one before it
@@ -303,7 +311,14 @@ class Clock:
 
     def skip(self) -> None:
         """What happened since the last lap counts nowhere."""
-        self.last = self.now()
+        now = self.now()
+        self.skipped += now - self.last
+        self.last = now
+
+    @property
+    def worked(self) -> float:
+        """The time of the last lap, without what was skipped."""
+        return self.last - self.skipped
 
     def lap(self, phase: str) -> None:
         now = self.now()

@@ -17,12 +17,11 @@ def speed(decoded: Decoded) -> dict[str, Any]:
     """Speed of all prompts. Tokens are those of the passes: prefill and the token it gives are apart.
 
     tokens_per_second: throughput, of all sequences together. ttft_ms: time to the first token. tpot_ms: time per
-    output token of one sequence after its first. ms_per_*: of one level of a draft (commits included), of one
-    target forward, of the rest of a pass.
+    output token of one sequence after its first. ms_per_*: of one level of drafts (of all sequences together,
+    commits included), of one target forward, of the rest of a pass.
     """
     outs, total = [answer.out for answer in decoded.answers], decoded.seconds
     tokens = sum(len(out.tokens) - 1 for out in outs)
-    levels = sum(r.drafted for out in outs for r in out.rounds)
     return {
         "tokens": tokens,
         "passes": total.passes,
@@ -30,7 +29,7 @@ def speed(decoded: Decoded) -> dict[str, Any]:
         "tokens_per_second": ratio(tokens, total.decode),
         "ttft_ms": spread([1e3 * out.first_token for out in outs]),
         "tpot_ms": spread([1e3 * out.latency / (len(out.tokens) - 1) for out in outs if len(out.tokens) > 1]),
-        "ms_per_draft": ratio(1e3 * total.draft, levels),
+        "ms_per_draft": ratio(1e3 * total.draft, total.levels),
         "ms_per_forward": ratio(1e3 * total.verify, total.passes),
         "ms_per_rest": ratio(1e3 * total.other, total.passes),
     }

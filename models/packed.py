@@ -9,6 +9,7 @@ weights; results differ from PyTorch's by rounding.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import psutil
 import torch
@@ -33,19 +34,24 @@ class PackedLinear(nn.Linear):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
         return out
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: the layout can't be copied, and is made again."""
+        return self.__dict__ | {"packed": None, "version": -1}
+
 
 def pack_linears(module: nn.Module) -> bool:
     """Let the linear layers of ``module`` compute so, in place; whether they will.
 
-    Only for float32 on a CPU, where PyTorch has oneDNN, and where the copy leaves half of the free memory.
+    Only for float32 on a CPU, where PyTorch has oneDNN, and where both copies fit into half of the machine's memory
+    (not of what is free just now: a run that goes on must compute as it began).
     """
     linears = [layer for layer in module.modules() if type(layer) is nn.Linear]
     fitting = all(layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu" for layer in linears)
     if not linears or not fitting or not available():
         return False
-    needed = 4 * sum(layer.weight.numel() for layer in linears)
-    if needed > psutil.virtual_memory().available / 2:
-        log.info("%.1f GiB of weights are not laid out anew for oneDNN: too little free memory", needed / 2**30)
+    needed = 2 * 4 * sum(layer.weight.numel() for layer in linears)
+    if needed > psutil.virtual_memory().total / 2:
+        log.info("weights are not laid out anew for oneDNN: twice would be %.1f GiB", needed / 2**30)
         return False
     for layer in linears:
         layer.__class__ = PackedLinear

@@ -20,9 +20,9 @@ from transformers import LogitsProcessor
 
 from eval.drafting import DraftingProposer
 from eval.draws import Draws, Start
-from eval.proposers import Proposer
+from eval.proposers import LimitedProposer, Proposer
 from eval.sampling import Sampling, draw
-from eval.shapes import DynamicTree, Shape, StaticTree, chain, classic
+from eval.shapes import AdaptiveDepth, DynamicTree, Shape, StaticTree, chain, classic
 from eval.tree import ROOT, DraftTree, Drawn
 from models.errors import EyasError
 from models.vocab import DraftVocab
@@ -103,17 +103,32 @@ def test_a_new_text_forgets_the_old_one() -> None:
 
 
 def test_speculation_is_off_above_a_batch_size() -> None:
-    one = proposer(chain(2), off_above=2)
+    inner = proposer(chain(2))
+    one = LimitedProposer(inner, off_above=2)
     for slot, text in enumerate(TEXTS):
         tell(one, slot, text)
+    calls(inner).clear()
     assert [len(tree) for tree in one.propose([9, 9, 9])] == [0, 0, 0]
-    assert calls(one) == []
+    assert calls(inner) == []
     assert [len(tree) for tree in one.propose([9, 9])] == [2, 2]
+
+
+def test_what_waits_to_be_read_is_bounded() -> None:
+    """While nothing is drafted, 64 positions are remembered at most; what is drafted then is what a new text gives."""
+    one, fresh = proposer(chain(2)), proposer(chain(2))
+    tell(one, 0, TEXTS[0])
+    calls(one).clear()
+    for at in range(150):
+        one.commit(0, states(2 + at, 1), [at % 11])
+        assert len(one.texts[0].states) < 64
+    assert calls(one) == [("extend", [0], [64])] * 2
+    tell(fresh, 0, (*TEXTS[0], *(at % 11 for at in range(150))))
+    assert one.propose([2])[0].tokens.tolist() == fresh.propose([2])[0].tokens.tolist()
 
 
 def test_levels_follow_what_was_accepted() -> None:
     """Averages with a decay of .9: from 4, after three passes that accept nothing 2.916, one that accepts 1 2.7244."""
-    one = proposer(chain(4), adaptive=True)
+    one = LimitedProposer(proposer(chain(4)), AdaptiveDepth(4))
     tell(one, 0, TEXTS[0])
     levels, at = [], 2
     for accepted in (0, 0, 0, 1, 0, 0, 0, 0, 0):  # 3.6, 3.24, 2.916, 2.7244, 2.45196, 2.207, 1.986, 1.787, 1.609
@@ -336,7 +351,7 @@ def test_chains_are_drafted_without_waiting_for_the_device(temperature: float, d
 
 def test_other_trees_wait_once_they_are_drafted() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert [len(tree) for tree in unread(classic("medusa"), Sampling(0.0), "top")] == [63, 33]
+        assert [len(tree) for tree in unread(classic("medusa"), Sampling(0.0), "top")] == [63, 38]
         with pytest.raises(DataDependentOutputException):
             unread(BUSHY, Sampling(1.0), "without_replacement")
 

@@ -216,13 +216,15 @@ def test_speed_by_hand() -> None:
         Generation([1] * 5, "eos", [Round(3, 2, 3), Round(3, 0, 1)], first_token=0.1, latency=6.0),
         Generation([1] * 3, "eos", [Round(3, 1, 2)], first_token=0.3, latency=3.0),
     ]
-    decoded = Decoded([Answer(i, 0, [1], out) for i, out in enumerate(outs)], Seconds(1.0, 2.0, 4.0, 2.0, passes=2))
+    decoded = Decoded(
+        [Answer(i, 0, [1], out) for i, out in enumerate(outs)], Seconds(1.0, 2.0, 4.0, 2.0, passes=2, levels=6)
+    )
     found = speed(decoded)
     assert (found["tokens"], found["passes"]) == (6, 2)
     assert found["tokens_per_second"] == pytest.approx(6 / 8)  # prefill apart
     assert found["ttft_ms"] == {"mean": pytest.approx(200), "p50": pytest.approx(200), "p95": pytest.approx(290)}
     assert found["tpot_ms"]["mean"] == pytest.approx((6000 / 4 + 3000 / 2) / 2)
-    assert found["ms_per_draft"] == pytest.approx(2000 / 9)  # three passes of three levels
+    assert found["ms_per_draft"] == pytest.approx(2000 / 6)  # two passes of three levels
     assert found["ms_per_forward"] == pytest.approx(2000) and found["ms_per_rest"] == pytest.approx(1000)
     plain = found | {"ms_per_forward": 1000.0}
-    assert compare_costs(found, plain) == {"draft": pytest.approx(2 / 9), "verify": pytest.approx(2.0)}
+    assert compare_costs(found, plain) == {"draft": pytest.approx(1 / 3), "verify": pytest.approx(2.0)}

@@ -45,6 +45,7 @@ def test_a_changed_weight_is_laid_out_anew() -> None:
     fast, x = net(), torch.randn(3, 24)
     pack_linears(fast)
     fast(x)
+    torch.testing.assert_close(copy.deepcopy(fast)(x), fast(x))
     with torch.no_grad():
         fast.first.weight.mul_(2)
     twin = net()
@@ -67,7 +68,7 @@ def test_gradients_and_other_types_take_pytorchs_way(monkeypatch: pytest.MonkeyP
 
 
 def test_a_copy_that_does_not_fit_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = 4 * (24 * 40 + 40 * 7)
-    for free, fits in ((2 * needed - 1, False), (2 * needed, packed.available())):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+    needed = 2 * 4 * (24 * 40 + 40 * 7)
+    for total, fits in ((2 * needed - 1, False), (2 * needed, packed.available())):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda total=total: SimpleNamespace(total=total))
         assert pack_linears(net()) is fits

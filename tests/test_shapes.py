@@ -115,31 +115,13 @@ def test_wrong_files_are_named(name: str, content: bytes | None, message: str, t
         read_tree(tmp_path / name)
 
 
-def likeliest(ranks: int, level: int, chance: list[dict[int, float]]) -> dict[tuple[int, ...], float]:
-    """All paths of that many levels and their probability, the ranks of the levels taken as independent."""
-    every = itertools.product(range(ranks), repeat=level)
-    return {path: math.prod(chance[k][rank] for k, rank in enumerate(path)) for path in every}
-
-
-def test_medusa_has_the_likeliest_paths() -> None:
-    a, s = (0.60, 0.43, 0.33, 0.27), (2.0, 1.6, 1.4, 1.3)
-    chance = [{r: a[k] * (r + 1) ** -s[k] for r in range(10)} for k in range(4)]
-    worth = {path: w for level in range(1, 5) for path, w in likeliest(10, level, chance).items()}
-    best = sorted(worth, key=lambda path: -worth[path])[:63]
-    assert set(classic("medusa").paths) == set(best)
-    assert classic("medusa").nodes == 63
-
-
-def test_eagle1_has_its_widths_and_the_likeliest_paths_of_each() -> None:
-    tree = classic("eagle1")
-    widths = [sum(len(path) == level for path in tree.paths) for level in range(1, 6)]
-    assert widths == [4, 8, 8, 3, 2] and tree.nodes == 25
-    chance = [{r: 1 / (r + 1) for r in range(10)}] * 5
-    above: set[tuple[int, ...]] = {()}
-    for level, width in enumerate(widths, 1):
-        own = {path: w for path, w in likeliest(10, level, chance).items() if path[:-1] in above}
-        above = set(sorted(own, key=lambda path: (-round(own[path], 12), path))[:width])
-        assert {path for path in tree.paths if len(path) == level} == above
+@pytest.mark.parametrize(("name", "widths", "ranks"), [("medusa", [10, 28, 23, 2], 10), ("eagle1", [4, 8, 8, 3, 2], 4)])
+def test_classic_trees_have_their_published_sizes(name: str, widths: list[int], ranks: int) -> None:
+    tree = classic(name)
+    assert [sum(len(path) == level for path in tree.paths) for level in range(1, tree.levels + 1)] == widths
+    assert max(rank for path in tree.paths for rank in path) == ranks - 1
+    for path in tree.paths:  # the likelier sibling is always there
+        assert not path[-1] or (*path[:-1], path[-1] - 1) in tree.paths
 
 
 def test_trimming_by_hand() -> None:

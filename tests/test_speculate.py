@@ -18,9 +18,9 @@ from eval.drafting import DraftingProposer
 from eval.dynamic_tree import DynamicTree
 from eval.metrics import Round
 from eval.ngram import NgramProposer
-from eval.proposers import PlainProposer, Proposer, ScriptedProposer, random_proposer
+from eval.proposers import LimitedProposer, PlainProposer, Proposer, ScriptedProposer
 from eval.sampling import Sampling
-from eval.shapes import Shape, StaticTree, chain
+from eval.shapes import AdaptiveDepth, Shape, StaticTree, chain
 from eval.speculate import Decoder, Generation, Limits, Request, generate, generate_all, output_text
 from eval.tree import ROOT, DraftTree, Drawn
 from models.blocks import States
@@ -78,6 +78,12 @@ def oracle(prompt: Sequence[int], text: Sequence[int], gamma: int) -> ScriptedPr
     return ScriptedProposer(script)
 
 
+def random_drafts(vocab_size: int, gamma: int) -> ScriptedProposer:
+    """Chains of random tokens, whatever the text."""
+    rng = random.Random(0)
+    return ScriptedProposer(lambda ids, limit: [rng.randrange(vocab_size) for _ in range(min(gamma, limit))])
+
+
 def adversary(prompt: Sequence[int], text: Sequence[int], vocab: int) -> ScriptedProposer:
     """Drafts that are right up to a depth that changes from pass to pass, and wrong from there on."""
     passes = itertools.count()
@@ -127,14 +133,14 @@ def test_greedy_output_is_the_targets_own(load: Callable[[str], Target], family:
         text = plain_greedy(target, prompt, 30)
         proposers: dict[str, Proposer] = {
             "plain": PlainProposer(),
-            "random": random_proposer(target.vocab_size, 4),
+            "random": random_drafts(target.vocab_size, 4),
             "oracle": oracle(prompt, text, 5),
             "adversary": adversary(prompt, text, target.vocab_size),
             "trees": bushy(prompt, text, target.vocab_size),
             "ngram": NgramProposer(1, 3, 4),
             "model": DraftingProposer(ModelSession(target, 1), DraftVocab.full(target.vocab_size), chain(3), GREEDY),
             **{f"drafter, {name}": drafting(target, shape) for name, shape in SHAPES.items()},
-            "drafter, adaptive": drafting(target, BUSHY, adaptive=True),
+            "drafter, adaptive": LimitedProposer(drafting(target, BUSHY), AdaptiveDepth(BUSHY.levels)),
         }
         out = {name: decode(target, proposer, prompt) for name, proposer in proposers.items()}
         assert {name: o.tokens for name, o in out.items()} == dict.fromkeys(out, text[:24])
@@ -352,10 +358,14 @@ def test_greedy_batches_equal_uncached_decoding(load: Callable[[str], Target]) -
 def test_no_drafts_above_a_batch_size(load: Callable[[str], Target]) -> None:
     """With off_above=1 nothing is drafted while two decode; the last one alone drafts again, from true states."""
     target = load("llama")
-    found = decode_many(target, drafting(target, slots=2, off_above=1), 2, GREEDY)
-    drafted = [r.drafted for out in found.values() for r in out.rounds]
-    assert 0 in drafted and 4 in drafted
-    assert [out.tokens for _, out in sorted(found.items())] == [plain_greedy(target, prompt, 20) for prompt in MANY]
+    itself = DraftingProposer(ModelSession(target, 2), DraftVocab.full(target.vocab_size), chain(4), GREEDY)
+    for inner in (drafting(target, slots=2), itself, NgramProposer(1, 3, 4)):
+        found = decode_many(target, LimitedProposer(inner, off_above=1), 2, GREEDY)
+        drafted = [r.drafted for out in found.values() for r in out.rounds]
+        assert 0 in drafted and max(drafted) == 4
+        assert [out.tokens for _, out in sorted(found.items())] == [plain_greedy(target, p, 20) for p in MANY]
+        if inner is itself:
+            assert all(r.accepted == r.drafted for out in found.values() for r in out.rounds)
 
 
 def test_a_new_request_may_follow_an_answer(load: Callable[[str], Target]) -> None:

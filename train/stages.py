@@ -187,6 +187,8 @@ def evaluate(cfg: Config, run_dir: Path, inputs: Inputs, fitted: Fitted) -> None
         asked: list[Any] = [example.input_ids for example in inputs.corpus.valid]
     else:
         asked = file_digests(Path(cfg.verify.prompts).expanduser())
+    if Path(cfg.verify.tree).exists():
+        asked += file_digests(Path(cfg.verify.tree))
     made_from = [checkpoint_digest(fitted.checkpoint), asdict(cfg.verify), cfg.seed, digest(asked)]
     once(run_dir, "evaluation", digest(made_from), run_dir / "report.json", lambda: evaluate_run(cfg))
 
