@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -27,12 +28,13 @@ from omegaconf import DictConfig
 from conf import CONF_DIR, PRIMARY
 from conf.explain import MISTAKES, check_arguments, explain, of_the_disk
 from conf.schema import Config
-from conf.validate import MEASURING, resolve
+from conf.validate import MEASURING, RESERVED_NAMES, resolve
 from models.errors import EyasError
 from models.visible import visible
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 USER_MISTAKE = 2
+COMPARED = "compared"  # name of a measurement of several drafters, or of one that is no run
 INTERRUPTED = 130
 
 log = logging.getLogger(__name__)
@@ -77,7 +79,11 @@ def prepare(composed: DictConfig, job: str) -> Config:
 
 
 def spelled_out(arguments: Sequence[str], job: str) -> list[str]:
-    """The short forms of ``eval`` in full: ``prompts=``, ``eval.KEY=``, and (``export`` too) ``drafter=FOLDER``."""
+    """The short forms of ``eval`` in full: ``prompts=``, ``eval.KEY=``, and (``export`` too) ``drafter=FOLDER``.
+
+    What is measured of another run goes to that run's folder, a comparison to one of its own, unless ``name`` is given:
+    the report of the recipe's own run stays.
+    """
     if job not in (*MEASURING, "export"):
         return list(arguments)
     choices = {path.stem for path in (CONF_DIR / "drafter").glob("*.yaml")}
@@ -92,7 +98,13 @@ def spelled_out(arguments: Sequence[str], job: str) -> list[str]:
             return f"verify.prompts={given}"
         return f"verify.{argument.removeprefix('eval.')}" if job != "export" and key.startswith("eval.") else argument
 
-    return [long(argument) for argument in arguments]
+    found = [long(argument) for argument in arguments]
+    keys = {argument.partition("=")[0]: argument.partition("=")[2] for argument in found}
+    if job == "eval" and "drafter_path" in keys and "name" not in keys and "output_dir" not in keys:
+        folder = Path(keys["drafter_path"].strip("'\""))
+        run = folder.name if folder.parent == Path("outputs") and folder.name not in RESERVED_NAMES else COMPARED
+        found.append(f"name={run}")
+    return found
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
@@ -114,7 +126,7 @@ def told_plainly() -> Iterator[None]:
             raise
         leave(told)
     except KeyboardInterrupt:
-        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 

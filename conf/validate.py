@@ -191,7 +191,7 @@ def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tu
         expand(cfg, "verify.tree")
     if isinstance(cfg.drafter_path, str | list):
         home = [str(Path(e).expanduser()) if str(e).startswith("~") else e for e in drafters(cfg)]
-        cfg.drafter_path = home[0] if len(home) == 1 else home
+        cfg.drafter_path = home[0] if len(home) == 1 and isinstance(home[0], str) else home
     cfg.data.path = packaged("data.path", cfg.data.path)
     cfg.data.valid_path = packaged("data.valid_path", cfg.data.valid_path)
     cfg.verify.prompts = packaged("verify.prompts", cfg.verify.prompts)

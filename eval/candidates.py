@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from conf.schema import VerifyConfig
 from eval.draft_model import ModelSession, check_same_tokenizer, draft_vocab
@@ -154,11 +156,15 @@ def drafter_name(path: str | None) -> str:
 
 
 def told_apart(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The same with a number behind every name that an earlier one has."""
+    """The same with a number behind every name that an earlier one has, or any one by itself."""
     found: list[Candidate] = []
+    taken = Counter(one.name for one in candidates)
     for one in candidates:
-        count = sum(one.name == other.name for other in candidates[: len(found)])
-        found.append(replace(one, name=f"{one.name} ({count + 1})") if count else one)
+        name, number = one.name, 1
+        while any(name == other.name for other in found) or (number > 1 and taken[name]):
+            number += 1
+            name = f"{one.name} ({number})"
+        found.append(replace(one, name=name))
     return found
 
 
@@ -173,12 +179,26 @@ def drafter_folder(path: str | None, run: Path) -> Path:
     return source
 
 
-def load_drafter(source: Path, vocab_size: int, layers: int, target: str, device: str) -> Drafter:
-    """A checkpoint or export of a drafter, checked against the target's vocabulary."""
-    drafter = open_drafter(source, target_layers=layers).to(device)
-    if drafter.vocab.size != vocab_size:
-        raise EyasError(
-            f"{source}: drafts for a vocabulary of {drafter.vocab.size}, target.path={target} has {vocab_size}; "
-            "it was trained for another target"
-        )
+def load_drafter(source: Path, config: PretrainedConfig, target: str, device: str) -> Drafter:
+    """A checkpoint or export of a drafter, checked against the target's (text) config. Raises EyasError."""
+    try:
+        drafter = open_drafter(source, target_layers=int(config.num_hidden_layers)).to(device)
+    except EyasError as error:
+        raise EyasError(f"drafter_path={source}: {error}; give a run, a checkpoint or an export") from error
+    wanted = {"vocabulary": int(config.vocab_size), "hidden size": int(config.hidden_size)}
+    found = {"vocabulary": drafter.vocab.size, "hidden size": drafter.target_hidden_size}
+    for what, size in wanted.items():
+        if found[what] != size:
+            raise EyasError(
+                f"drafter_path={source}: made for a {what} of {found[what]}, target.path={target} has {size}; "
+                "it was trained for another target"
+            )
     return drafter
+
+
+def load_model(source: str, **how: Any) -> Target:
+    """The independent draft model of ``model:TARGET``. Raises EyasError that names drafter_path."""
+    try:
+        return Target.load(source.removeprefix(MODEL), **how)
+    except EyasError as error:
+        raise EyasError(f"drafter_path={source}: {str(error).removeprefix('target.path=')}") from error

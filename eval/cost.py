@@ -42,21 +42,27 @@ def chain_speed_up(alpha: float, gamma: int, c: float) -> float:
     """Leviathan's theorem 3.8. alpha: acceptance 0..1 of every depth; c: cost of a draft in target steps, >= 0."""
     if not 0 <= alpha <= 1 or c < 0 or gamma < 0:
         raise ValueError(f"alpha={alpha} within 0..1, c={c} and gamma={gamma} from 0")
-    return (1 + chain_tokens([alpha] * gamma)) / (gamma * c + 1)
-
-
-def chain_tokens(acceptance: Sequence[float]) -> float:
-    """Expected accepted tokens of a chain whose depth k is accepted with ``acceptance[k]`` given the depths before."""
-    total, reached = 0.0, 1.0
-    for alpha in acceptance:
-        reached *= alpha
-        total += reached
-    return total
+    return sum(alpha**depth for depth in range(gamma + 1)) / (gamma * c + 1)
 
 
 def best_gamma(alpha: float, c: float, largest: int = 16) -> int:
     """The shortest of the best chains up to ``largest``; 0, no speculation, wherever alpha <= c (corollary 3.9)."""
     return max(range(largest + 1), key=lambda gamma: (chain_speed_up(alpha, gamma, c), -gamma))
+
+
+def theory(accepted: Sequence[int], drafted_levels: Sequence[int], c: float | None) -> dict[str, float] | None:
+    """What the formula says of a measured chain, for report.json: {alpha, gamma, speed_up}.
+
+    accepted, drafted_levels: of each pass, the drafts that the rule accepted and those drafted. alpha: the share
+    accepted of the drafts that were tried, all up to the first rejected one. gamma: the best one at that alpha and c.
+    None where nothing was drafted or c, a draft's cost in plain forwards, is not known.
+    """
+    tried = sum(min(one + 1, drafted) for one, drafted in zip(accepted, drafted_levels, strict=True))
+    if not tried or c is None:
+        return None
+    alpha = sum(accepted) / tried
+    gamma = best_gamma(alpha, c)
+    return {"alpha": alpha, "gamma": gamma, "speed_up": chain_speed_up(alpha, gamma, c)}
 
 
 # --- the model -----------------------------------------------------------------------------------------------
@@ -155,15 +161,6 @@ class CostModel:
                 for name, cost in self.draft.items()
             },
         }
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> CostModel:
-        target = Curve.of({row["tokens"]: row["ms"] for row in stored["target"]})
-        draft = {
-            name: draft_cost({(row["level"], row["nodes"]): row["ms"] for row in rows})
-            for name, rows in stored["draft"].items()
-        }
-        return cls(stored["past"], target, draft, stored.get("slots", 1))
 
 
 def draft_cost(measured: Mapping[tuple[int, int], float]) -> DraftCost:

@@ -52,8 +52,13 @@ def tau_sums(accepted: Iterable[Sequence[int]]) -> Sums:
 
 def estimate(sums: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
     """The pooled ratio (tau, or tokens per second) and its interval."""
-    (drawn,) = resampled([sums], resamples, seed)
-    return Estimate(sums.ratio, percentiles(drawn))
+    return estimates([sums], resamples=resamples, seed=seed)[0]
+
+
+def estimates(measured: Sequence[Sums], *, resamples: int = RESAMPLES, seed: int = 0) -> list[Estimate]:
+    """Several pooled ratios on the same prompts, each with its interval, from the same draws."""
+    drawn = resampled(measured, resamples, seed) if measured else []
+    return [Estimate(sums.ratio, percentiles(ratios)) for sums, ratios in zip(measured, drawn, strict=True)]
 
 
 def difference(a: Sums, b: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
@@ -78,17 +83,25 @@ def resampled(measured: Sequence[Sums], resamples: int, seed: int) -> list[np.nd
     prompts = len(measured[0].top)
     if any(len(sums.top) != prompts for sums in measured):
         raise ValueError("paired measurements need the same prompts")
-    found = [np.full(resamples, np.nan) for _ in measured]
+    found = np.full((resamples, len(measured)), np.nan)
     if not prompts:
-        return found
+        return [*found.T]
+    tops, bottoms = (np.stack(part, 1) for part in zip(*measured, strict=True))  # [P, M]
     rng = np.random.default_rng(seed)
     step = max(1, AT_ONCE // prompts)
     for start in range(0, resamples, step):
-        chosen = rng.integers(prompts, size=(min(step, resamples - start), prompts))
-        for ratios, sums in zip(found, measured, strict=True):
-            whole = sums.bottom[chosen].sum(1)
-            np.divide(sums.top[chosen].sum(1), whole, out=ratios[start : start + step], where=whole > 0)
-    return found
+        ratios = found[start : start + step]
+        times = how_often(rng.integers(prompts, size=(len(ratios), prompts)))
+        whole = times @ bottoms
+        np.divide(times @ tops, whole, out=ratios, where=whole > 0)
+    return [*found.T]
+
+
+def how_often(drawn: np.ndarray) -> np.ndarray:
+    """How often each of P prompts is among the prompt numbers drawn [n, P]: float64 [n, P]."""
+    rows, prompts = drawn.shape
+    flat = drawn + np.arange(rows)[:, None] * prompts
+    return np.bincount(flat.ravel(), minlength=rows * prompts).reshape(rows, prompts).astype(np.float64)
 
 
 def percentiles(drawn: np.ndarray) -> Interval | None:

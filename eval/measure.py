@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from itertools import combinations
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from transformers import PretrainedConfig
 from conf.schema import VerifyConfig
 from eval.accept import Rule
 from eval.candidates import Candidate
+from eval.cost import theory
 from eval.decode import PLAIN, Answer, Decoded, decode_all
 from eval.intervals import Sums, difference, quotient, tau_sums
 from eval.metrics import DEFINITION, Round, acceptance, by_category, by_position, counted, ratio, uncut
@@ -87,6 +91,9 @@ def measure(
     if not prompts:
         raise EyasError("verify: there are no prompts to measure on")
     warn_of_positions(bench, prompts)
+    most = max(bench.verify.batch_sizes)
+    if most > len(prompts):
+        log.warning("verify.batch_sizes: %d at a time need as many prompts, there are %d", most, len(prompts))
     runs, rows, comparisons = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     texts: dict[tuple[str, float], list[Text]] = {}
     for temperature in bench.verify.temperatures:
@@ -94,9 +101,9 @@ def measure(
         found = {
             size: decode_all(
                 decoder,
-                bench.ways(decoder, size),
+                bench.ways(decoder, min(size, len(prompts))),
                 prompts,
-                size,
+                min(size, len(prompts)),
                 seed=bench.seed,
                 processes=bench.processes,
                 quiet=quiet or bench.processes.rank > 0,
@@ -140,7 +147,6 @@ class Measured:
         accepted = drafted.of_prompts(counted(rounds), prompts)
         starts = [len(answer.prompt) + 1 for answer in drafted.answers]
         categories = [prompt.category for prompt in self.prompts]
-        first = self.found[self.bench.verify.batch_sizes[0]]
         return {
             "drafter": self.candidate.name,
             "temperature": self.decoder.sampling.temperature,
@@ -150,13 +156,20 @@ class Measured:
             "acceptance": acceptance(accepted, levels, seed=seed).to_dict(),
             "uncut": acceptance(drafted.of_prompts(uncut(rounds), prompts), levels, seed=seed).to_dict(),
             "categories": {k: v.to_dict() for k, v in by_category(accepted, categories, levels, seed=seed).items()},
-            "positions": by_position(rounds, starts),
+            "positions": by_position(rounds, starts, prompts=[a.number for a in drafted.answers], seed=seed),
             "simulated": self.simulation(drafted.answers, rounds),
             "finish": {end: sum(a.out.finish == end for a in drafted.answers) for end in FINISHES},
             "same_as_plain": self.same_as_plain(drafted, plain),
-            "cost": compare_costs(speed(first[0]), speed(first[1])) if first[1] else None,
+            "cost": self.cost(drafted, plain) if plain else None,
             "speed": [self.speed(size, *found) for size, found in self.found.items()],
         }
+
+    def cost(self, drafted: Decoded, plain: Decoded) -> dict[str, Any]:
+        """Costs in plain forwards; of a chain also what the formula makes of its acceptance and c."""
+        found = compare_costs(speed(drafted), speed(plain))
+        passes = [one for answer in drafted.answers for one in answer.out.rounds]
+        chain = [one.accepted for one in passes], [one.drafted for one in passes]
+        return found | {"theory": theory(*chain, found["draft"]) if self.candidate.is_chain else None}
 
     @property
     def drafts(self) -> str:
@@ -321,6 +334,8 @@ def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) 
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
+        "processor": processor(),
+        "versions": {name: version(name) for name in ("eyas", "torch", "transformers")},
         "processes": bench.processes.size,
         "seed": bench.seed,
     }
@@ -329,6 +344,18 @@ def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) 
 def unescaped(stop: str) -> str:
     """A stop string from the command line, where a line end can only be written \\n."""
     return stop.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def processor() -> str:
+    """The device's name, or the processor's."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from eval.intervals import RESAMPLES, estimate, tau_sums
+from eval.intervals import RESAMPLES, Interval, Sums, estimate, estimates, tau_sums
 
 POSITION_EDGES = (0, *(512 << i for i in range(8)))  # 0, 512, 1k, 2k, ... 64k tokens
-NO_CATEGORY = "none"
+NO_CATEGORY = "none"  # what reports call the prompts without a category, where others have one
 
 DEFINITION = (
     "tau = 1 + accepted / verification passes, pooled over prompts; bonus token included, prefill token excluded; "
@@ -54,7 +55,8 @@ class Acceptance:
     histogram[i]: passes that accepted exactly i, so sum(histogram) = passes and sum(i * histogram[i]) = accepted.
     rate[k]: share of all passes that accepted depth k (unconditional): tau = 1 + sum(rate).
     conditional[k]: the same among passes that accepted depth k - 1.
-    interval: 95% percentile bootstrap of tau over prompts. accepted_mean = tau - 1 (drafts only, no bonus).
+    interval, rate_interval[k], conditional_interval[k]: 95% percentile bootstrap over prompts of tau and of the rates,
+    all from the same draws. accepted_mean = tau - 1 (drafts only, no bonus).
     """
 
     passes: int
@@ -62,10 +64,12 @@ class Acceptance:
     tau: float | None
     accepted_mean: float | None
     per_prompt_mean: float | None
-    interval: tuple[float, float] | None
+    interval: Interval | None
     histogram: list[int]
     rate: list[float | None]
     conditional: list[float | None]
+    rate_interval: list[Interval | None]
+    conditional_interval: list[Interval | None]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,21 +90,28 @@ def acceptance(
 ) -> Acceptance:
     """Statistics of ``accepted[prompt][pass]``, each 0 .. depths. depths: levels of the chain or tree."""
     prompts = [np.asarray(a, dtype=np.int64) for a in accepted if len(a)]
-    pooled = np.concatenate(prompts) if prompts else np.zeros(0, dtype=np.int64)
-    histogram = np.bincount(pooled, minlength=depths + 1)
-    assert len(histogram) == depths + 1, "more accepted than drafted"
-    at_least = histogram[::-1].cumsum()[::-1]  # at_least[i]: passes that accepted i or more
-    passes, total = len(pooled), int(pooled.sum())
+    assert all(a.max() <= depths for a in prompts), "more accepted than drafted"
+    histograms = [np.bincount(a, minlength=depths + 1) for a in prompts]
+    table = np.array(histograms, dtype=np.int64).reshape(-1, depths + 1)
+    reached = table[:, ::-1].cumsum(1)[:, ::-1]  # [P, depths + 1] passes of a prompt that accepted i or more
+    histogram, at_least = table.sum(0), reached.sum(0)
+    passes, total = int(histogram.sum()), int(at_least[1:].sum())
+    rates = [Sums.of(n, reached[:, 0]) for n in reached.T[1:]]
+    conditional = [Sums.of(n, before) for before, n in pairwise(reached.T)]
+    taus = tau_sums([a.tolist() for a in prompts])
+    whole, *levels = estimates([taus, *rates, *conditional], resamples=resamples, seed=seed)
     return Acceptance(
         passes=passes,
         accepted=total,
         tau=ratio(passes + total, passes),
         accepted_mean=ratio(total, passes),
         per_prompt_mean=float(np.mean([1 + a.mean() for a in prompts])) if prompts else None,
-        interval=estimate(tau_sums([a.tolist() for a in prompts]), resamples=resamples, seed=seed).interval,
+        interval=whole.interval,
         histogram=histogram.tolist(),
-        rate=[ratio(n, passes) for n in at_least[1:]],
-        conditional=[ratio(n, before) for before, n in zip(at_least, at_least[1:], strict=False)],
+        rate=[one.value for one in levels[:depths]],
+        conditional=[one.value for one in levels[depths:]],
+        rate_interval=[one.interval for one in levels[:depths]],
+        conditional_interval=[one.interval for one in levels[depths:]],
     )
 
 
@@ -127,30 +138,44 @@ def by_category(
 
 
 def by_position(
-    rounds: Sequence[Sequence[Round]], starts: Sequence[int], edges: Sequence[int] = POSITION_EDGES
+    rounds: Sequence[Sequence[Round]],
+    starts: Sequence[int],
+    edges: Sequence[int] = POSITION_EDGES,
+    *,
+    prompts: Sequence[int] | None = None,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> list[dict[str, Any]]:
     """tau by length of the confirmed text (prompt and output so far) when a pass begins.
 
     rounds[generation][pass]; starts: the confirmed length at each generation's first pass, its prompt and the token
-    that prefill gave. Buckets begin at the ascending ``edges``, the last one is open; empty ones are left out. An
-    entry: {from, to (excluded; None: open), passes, accepted, tau}, accepted by the rule for cut passes.
+    that prefill gave; prompts: the number of the prompt that each generation belongs to, None: one each. Buckets begin
+    at the ascending ``edges``, the last one is open; empty ones are left out. An entry: {from, to (excluded; None:
+    open), passes, accepted, tau, interval}, accepted by the rule for cut passes, the interval over prompts.
     """
-    lengths, accepted = list[int](), list[int]()
-    for passes, start in zip(rounds, starts, strict=True):
+    owners, lengths, accepted = list[int](), list[int](), list[int]()
+    numbers = range(len(rounds)) if prompts is None else prompts
+    for passes, start, number in zip(rounds, starts, numbers, strict=True):
         for one in passes:
+            owners.append(number)
             lengths.append(start)
             accepted.append(one.counted)
             start += one.kept
-    bucket = np.searchsorted(edges, lengths, side="right") - 1
-    if (bucket < 0).any():
+    if lengths and min(lengths) < edges[0]:
         raise ValueError(f"a pass began at {min(lengths)} tokens, before the first edge {edges[0]}")
-    numbers = np.bincount(bucket, minlength=len(edges)).tolist()
-    sums = np.bincount(bucket, weights=accepted, minlength=len(edges)).astype(np.int64).tolist()
-    return [
-        {"from": low, "to": high, "passes": passes, "accepted": total, "tau": 1 + total / passes}
-        for low, high, passes, total in zip(edges, [*edges[1:], None], numbers, sums, strict=True)
-        if passes
-    ]
+    owner, bucket = np.asarray(owners, dtype=np.int64), np.searchsorted(edges, lengths, side="right") - 1
+    found = []
+    for number, (low, high) in enumerate(zip(edges, [*edges[1:], None], strict=True)):
+        inside = bucket == number
+        if not inside.any():
+            continue
+        drafts = np.asarray(accepted, dtype=np.int64)[inside]
+        total, count = int(drafts.sum()), len(drafts)
+        _, own = np.unique(owner[inside], return_inverse=True)  # drawn from the prompts that have a pass here
+        sums = Sums.of(np.bincount(own, weights=1 + drafts), np.bincount(own))
+        tau, interval = estimate(sums, resamples=resamples, seed=seed)
+        found.append({"from": low, "to": high, "passes": count, "accepted": total, "tau": tau, "interval": interval})
+    return found
 
 
 def ratio(part: float, whole: float) -> float | None:

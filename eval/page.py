@@ -101,7 +101,7 @@ def page(
         headline=_headline(runs),
         settings=[(key, _setting(value)) for key, value in report["settings"].items()],
         columns=columns(runs),
-        sections=sections(runs),
+        sections=sections(runs, wide=True),
         tables=[table for table in (comparisons(report), predictions(report)) if table.rows],
         numeric=_numeric,
         pictures=[(plot.about, base64.b64encode(plot.png).decode()) for plot in pictures],
@@ -195,12 +195,12 @@ def _questions(rows: Iterable[Mapping[str, Any]], texts: Texts, filters: Filters
         turns.setdefault(row["turn"], []).append(row)
     for turn, found in sorted(turns.items()):
         first = found[0]
-        category = first["category"] or NO_CATEGORY
+        category = first["category"]
         cut_at = max(len(first["prompt_ids"]) - PROMPT_TOKENS, 0)
         prompt = texts.joined(tuple(first["prompt_ids"][cut_at:]))
         yield Question(
-            f"prompt {first['prompt']}" + (f", turn {turn}" if turn else "") + f": {category}",
-            filters.categories.index(category),
+            f"prompt {first['prompt']}" + (f", turn {turn}" if turn else "") + (f": {category}" if category else ""),
+            filters.categories.index(category or NO_CATEGORY),
             (f"... {cut_at:,} tokens before ...\n" if cut_at else "") + prompt,
             [_answer(row, texts, filters) for row in found],
         )

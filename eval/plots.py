@@ -78,11 +78,9 @@ def rates(axes: Axes, report: Mapping[str, Any], run: Mapping[str, Any], key: st
     acceptance = run["acceptance"]
     values = acceptance[key]
     depths = [depth for depth, value in enumerate(values) if value is not None]
-    bounds = acceptance.get(f"{key}_interval")
-    errors = None
-    if bounds is not None:
-        errors = spread([values[depth] for depth in depths], [bounds[depth] for depth in depths])
-    shift = 0.06 * number(report, run["drafter"]) if errors else 0.0  # bars of errors beside each other
+    bounds = acceptance[f"{key}_interval"]
+    errors = spread([values[depth] for depth in depths], [bounds[depth] for depth in depths])
+    shift = 0.06 * number(report, run["drafter"])  # bars of errors beside each other
     xs = [depth + shift for depth in depths]
     axes.errorbar(xs, [values[depth] for depth in depths], errors, capsize=2, lw=1.4, ms=5, **style(report, run))
 
@@ -118,7 +116,7 @@ def bars(
     found = [(place, run["categories"][name]) for place, name in enumerate(names) if name in run["categories"]]
     found = [(place, entry) for place, entry in found if entry["tau"] is not None]
     taus = [entry["tau"] for _, entry in found]
-    errors = spread(taus, [entry.get("interval") for _, entry in found])
+    errors = spread(taus, [entry["interval"] for _, entry in found])
     look = {key: value for key, value in style(report, run).items() if key in ("color", "label")}
     xs = [place + shift for place, _ in found]
     axes.bar(xs, taus, width * 0.92, yerr=errors, capsize=2, error_kw={"lw": 0.9, "ecolor": "0.25"}, **look)
@@ -139,6 +137,7 @@ def spread(values: Sequence[float], bounds: Sequence[Sequence[float] | None]) ->
 def speed_up(report: Mapping[str, Any]) -> Figure | None:
     """Predicted speed-up over gamma and over the size of the tree, a row a temperature; measured ones as stars."""
     found = report["cost_model"]["predictions"] if report["cost_model"] else []
+    found = [prediction for prediction in found if prediction["best"]]  # of the others nothing is known
     keys = [key for key in ("chain", "trees") if any(prediction[key] for prediction in found)]
     if not keys:
         return None
@@ -154,7 +153,8 @@ def speed_up(report: Mapping[str, Any]) -> Figure | None:
             axes.set(ylabel="speed-up", ylim=(0, None))
             axes.set_xlabel("gamma: drafted tokens of a chain" if key == "chain" else "drafted tokens of a tree")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.set_title(f"T = {temperature:g}", fontsize=10)
+            any_here = any(p[key] for p in found if p["temperature"] == temperature)
+            axes.set_title(f"T = {temperature:g}" + ("" if any_here else ": not predicted"), fontsize=10)
     legend(figure, [axes for row in grid for axes in row])
     return figure
 
@@ -230,7 +230,7 @@ def legend(figure: Figure, grid: Iterable[Axes]) -> None:
 PLOTS: list[tuple[str, str, Callable[[Mapping[str, Any]], Figure | None]]] = [
     (
         "acceptance_per_depth.png",
-        "Acceptance rate by draft depth: of all passes, and given the depth before",
+        "Acceptance rate by draft depth: of all passes, and given the depth before, with 95% intervals",
         per_depth,
     ),
     ("tau_per_category.png", "Acceptance length tau by category, with 95% intervals", per_category),

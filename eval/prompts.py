@@ -21,9 +21,8 @@ from data.chats.conversations import Dialect, Message, RejectLog
 from data.chats.prompts import Questions, read_questions
 from data.masks.template import ChatTemplate
 from data.prepare import TargetFiles, chat_template
+from eval.metrics import NO_CATEGORY
 from models.errors import EyasError
-
-ALL = "all"  # the category of a prompt whose row names none
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class PlainText:
 class Prompt:
     """A question as token ids with the generation prompt, and the questions that are asked after its answer.
 
-    id: the row's own, or file:row; category: as the file has it (Spec-Bench: the sub-category), ALL if it has none.
+    id: the row's own, or file:row; category: as the file has it (Spec-Bench: the sub-category), None if it has none.
     """
 
     ids: list[int]
@@ -61,7 +60,7 @@ class Prompt:
     later: tuple[str, ...] = ()
     template: Template | None = None
     id: str = ""
-    category: str = ALL
+    category: str | None = None
 
     def next(self, answer: str, context: int | None = None) -> Prompt | None:
         """The next question behind this answer; None if there is none, or no room for it in the context."""
@@ -167,7 +166,7 @@ def _asked(shelf: Iterable[Questions], template: Template, rejects: RejectLog, f
             continue
         later = () if isinstance(template, PlainText) else asked.turns[1:]  # no sign would tell answer from question
         name = asked.id or f"{Path(asked.source_file).name}:{asked.row}"
-        prompt = Prompt(ids, tuple(messages), later, template, name, asked.category or ALL)
+        prompt = Prompt(ids, tuple(messages), later, template, name, asked.category or None)
         if fitting(prompt):
             yield prompt
 
@@ -176,8 +175,9 @@ def _say_chosen(prompts: Sequence[Prompt], rows: int) -> None:
     asked = sum(1 + len(prompt.later) for prompt in prompts)
     log.info("verify.prompts: %d questions of %d rows, of %d rows read", asked, len(prompts), rows)
     categories = Counter(prompt.category for prompt in prompts)
-    if set(categories) != {ALL}:
-        log.info("verify.prompts: %s", ", ".join(f"{count} of {name}" for name, count in categories.items()))
+    if set(categories) != {None}:
+        told = (f"{count} of {name or NO_CATEGORY}" for name, count in categories.items())
+        log.info("verify.prompts: %s", ", ".join(told))
 
 
 def first_question(questions: Questions) -> list[Message]:

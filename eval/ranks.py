@@ -87,7 +87,8 @@ def model_ranks(
 ) -> Ranks:
     """Ranks of an independent draft model, among the first ``vocab_size`` ids (the target's).
 
-    It reads whole texts, so depth k of slot p sees x[0 .. p+1+k]: one forward gives all depths.
+    It reads whole texts, so depth k of slot p sees x[0 .. p+1+k]: one forward gives all depths. Of an id that only
+    the target has it reads the same other one as in drafting (eval/draft_model.py).
     """
     found, start = list[Ranks](), 0
     weight, bias = model.head.weight[:vocab_size], model.head.bias
@@ -99,7 +100,7 @@ def model_ranks(
         if len(index):
             first = int(index[0]) + 1  # rank of x[t+1] after x[..t], from t = first on
             true = torch.where(ids < len(weight), ids, OUTSIDE)[first + 1 :]
-            states = model.features([ids])[0].final[first:-1]
+            states = model.features([ids.clamp_max(model.vocab_size - 1)])[0].final[first:-1]
             after = ranks_of(states, weight, true, at_once, None if bias is None else bias[:vocab_size])
             k, s = valid[:, index].nonzero(as_tuple=True)
             rank = torch.full((depths, len(index)), OUTSIDE, dtype=torch.int64, device=ids.device)
@@ -152,15 +153,6 @@ def path_counts(ranks: Ranks) -> dict[RankPath, int]:
             path = (*path, rank)
             counts[path] += 1
     return dict(counts)
-
-
-def rank_accuracy(ranks: Ranks, width: int) -> list[list[float]]:
-    """[K][width] share of the slots valid at depth k whose true token has exactly rank r there, whatever was before."""
-    accuracy = []
-    for rank, valid in zip(ranks.rank, ranks.valid, strict=True):
-        inside = rank[(rank >= 0) & (rank < width)]
-        accuracy.append((np.bincount(inside, minlength=width) / max(1, int(valid.sum()))).tolist())
-    return accuracy
 
 
 def growth_order(ranks: Ranks, paths: Sequence[RankPath]) -> np.ndarray:

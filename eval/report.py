@@ -22,7 +22,7 @@ from rich.text import Text
 
 from data.look.statistics import encodable
 from eval.page import TokenText, page
-from eval.table import LOSSY, NONE, NOTE, columns, comparisons, ordered, predictions, sections, shape
+from eval.table import LOSSY, NONE, NOTE, WIDE, columns, comparisons, ordered, predictions, sections, shape
 from eval.table import Table as Words
 from models.files import write_atomic
 from models.visible import visible
@@ -107,7 +107,7 @@ def big_table(runs: Sequence[Mapping[str, Any]], console: Console) -> Table:
         marked = "" if column.lossless else f"\n{LOSSY}"
         heading = plain(f"{column.drafter}\n{column.temperature}{marked}", console, "bold")
         table.add_column(heading, justify="right", overflow="fold")
-    for section in sections(runs):
+    for section in sections(runs, wide=console.width >= NAME_WIDTH + 8 + WIDE * len(runs)):
         table.add_row(Text(section.title, style="bold"), *[""] * len(runs))
         for name, cells in section.lines:
             table.add_row(plain(name, console), *(plain(cell, console) for cell in cells))

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
-from conf.schema import Config
+from conf.schema import Config, VerifyConfig
 from conf.values import drafters
 from data.chats.dialects import Dialect
 from data.documents.corpus import Corpus, read_corpus, read_documents
@@ -21,6 +22,7 @@ from data.documents.held_out import check_training_data
 from data.look.report import compare_prompts
 from data.masks.template import ChatTemplate
 from data.prepare import TargetFiles
+from eval.accept import Rule
 from eval.candidates import (
     MODEL,
     NGRAM,
@@ -28,7 +30,9 @@ from eval.candidates import (
     drafter_folder,
     independent,
     load_drafter,
+    load_model,
     ngrams,
+    shape_of,
     told_apart,
     trained,
 )
@@ -70,15 +74,23 @@ def run_bench(
     if verify.tune and costs:
         bench = tuned(bench, others or asked, costs, folder / "trees")
         about |= {"tuned_on": f"{len(others)} other prompts" if others else "the prompts of the measurement"}
+        if not others:
+            log.warning("verify.tune: no prompts are left over; the tree is chosen on those that it is measured on")
     report, rows, texts = measure(bench, asked, about=about, quiet=quiet)
     if bench.processes.rank:
         return report
     if costs:
         report["cost_model"] = costs.to_dict() | {"predictions": predictions(bench, costs, texts)}
-    write_report(report, rows, folder, token_texts(bench.target.tokenizer))
-    if not quiet:
+    if not quiet:  # first: the numbers are worth more than the files
         print_report(report)
+    write_report(report, rows, folder, token_texts(bench.target.tokenizer))
     return report
+
+
+def check_settings(verify: VerifyConfig) -> None:
+    """Raise EyasError for what only its own class can tell is impossible, tree files included: before any work."""
+    shape_of(verify)
+    Rule(verify.rule, verify.typical_eps, verify.typical_delta)
 
 
 def load_bench(cfg: Config, processes: Processes | None = None) -> tuple[Bench, list[Prompt], dict[str, Any]]:
@@ -86,11 +98,12 @@ def load_bench(cfg: Config, processes: Processes | None = None) -> tuple[Bench, 
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     t = cfg.target
+    check_settings(cfg.verify)
     device = pick_device(cfg.device)
     how: dict[str, Any] = {"trust_remote_code": t.trust_remote_code, "chat_template": t.chat_template}
     files = TargetFiles.open(t.path, revision=t.revision, **how)
     config = read_config(files.folder, t.trust_remote_code).get_text_config(decoder=True)
-    loaded = load_drafters(cfg, int(config.vocab_size), int(config.num_hidden_layers), device)
+    loaded = load_drafters(cfg, config, device)
     template = prompt_template(files, asdict(t), asdict(cfg.data))
     for source, drafter in loaded.items():
         if drafter is not None and isinstance(template, ChatTemplate):
@@ -105,8 +118,7 @@ def load_bench(cfg: Config, processes: Processes | None = None) -> tuple[Bench, 
             return trained(drafter, frozen, cfg.verify, source)
         if source == NGRAM:
             return ngrams(cfg.verify)
-        path = source.removeprefix(MODEL)
-        model = Target.load(path, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code)
+        model = load_model(source, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code)
         return independent(model, target, cfg.verify, source)
 
     candidates = told_apart([candidate(source, drafter) for source, drafter in loaded.items()])
@@ -114,7 +126,7 @@ def load_bench(cfg: Config, processes: Processes | None = None) -> tuple[Bench, 
     return Bench(target, candidates, cfg.verify, cfg.seed, processes or Processes()), prompts, about
 
 
-def load_drafters(cfg: Config, vocab_size: int, layers: int, device: str) -> dict[str, Drafter | None]:
+def load_drafters(cfg: Config, config: PretrainedConfig, device: str) -> dict[str, Drafter | None]:
     """The trained drafters among the entries of ``drafter_path`` (by default this run's own), None for the others."""
     run = Path(cfg.output_dir or ".")
     found: dict[str, Drafter | None] = {}
@@ -124,9 +136,9 @@ def load_drafters(cfg: Config, vocab_size: int, layers: int, device: str) -> dic
             found[entry] = None
             continue
         source = drafter_folder(entry, run)
-        if str(source) in found:
-            raise EyasError(f"drafter_path={cfg.drafter_path}: {source} twice")
-        found[str(source)] = load_drafter(source, vocab_size, layers, cfg.target.path, device)
+        if any(Path(other).resolve() == source.resolve() for other, drafter in found.items() if drafter):
+            raise EyasError(f"drafter_path={cfg.drafter_path}: names {source} twice")
+        found[str(source)] = load_drafter(source, config, cfg.target.path, device)
     return found
 
 

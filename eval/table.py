@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 VERSION = 2  # of report.json's structure
 NONE = "-"
+WIDE = 38  # characters of a cell with the intervals of two rates
 LOSSY = "LOSSY"
 NOTE = (
     "rate per depth: share of all passes that accepted it (of those that accepted the depth before). c: a level of "
-    "drafts over a plain forward. TPOT: time per output token of one sequence, after its first; TTFT: to its first."
+    "drafts over a plain forward. Leviathan's formula: every depth accepts alpha, and a verification takes no longer "
+    "than a forward. TPOT: time per output token of one sequence, after its first; TTFT: to its first."
 )
 
 
@@ -55,11 +57,14 @@ def columns(runs: Iterable[Mapping[str, Any]]) -> list[Column]:
     return [Column(run["drafter"], f"T = {run['temperature']:g}", run["lossless"]) for run in runs]
 
 
-def sections(runs: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Sections of lines with a cell per run; lines and sections without any value are left out."""
+def sections(runs: Sequence[Mapping[str, Any]], *, wide: bool = False) -> list[Section]:
+    """Sections of lines with a cell per run; lines and sections without any value are left out.
+
+    wide: there is room for WIDE characters a cell, and rates have their intervals.
+    """
     found = [
         Section("acceptance", [*_acceptance(runs)]),
-        Section("rate per depth", [*_depths(runs)]),
+        Section("rate per depth", [*_depths(runs, wide)]),
         Section("tau per category", [*_categories(runs)]),
         Section("tau by text length", [*_positions(runs)]),
         *(Section(f"speed, batch of {size}", [*_speed(runs, size)]) for size in batch_sizes(runs)),
@@ -83,17 +88,23 @@ def _acceptance(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     yield _line(runs, "questions", "questions", form="{:,d}")
 
 
-def _depths(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+def _depths(runs: Sequence[Mapping[str, Any]], wide: bool) -> Iterator[Line]:
     deepest = max((len(run["acceptance"]["rate"]) for run in runs), default=0)
     for depth in range(deepest):
-        yield Line(f"  depth {depth}", [_rate(run["acceptance"], depth) for run in runs])
+        yield Line(f"  depth {depth}", [_rate(run["acceptance"], depth, wide) for run in runs])
 
 
-def _rate(acceptance: Mapping[str, Any], depth: int) -> str:
+def _rate(acceptance: Mapping[str, Any], depth: int, wide: bool) -> str:
+    """The rate, and in brackets the conditional one."""
     if depth >= len(acceptance["rate"]) or acceptance["rate"][depth] is None:
         return NONE
-    given = acceptance["conditional"][depth]
-    return f"{acceptance['rate'][depth]:.3f} ({NONE if given is None else f'{given:.2f}'})"
+
+    def value(key: str, form: str) -> str:
+        rate, bounds = acceptance[key][depth], acceptance[f"{key}_interval"][depth]
+        told = NONE if rate is None else form.format(rate)
+        return f"{told}, {interval(bounds)}" if wide and bounds is not None else told
+
+    return f"{value('rate', '{:.3f}')} ({value('conditional', '{:.2f}')})"
 
 
 def _categories(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
@@ -112,7 +123,7 @@ def _positions(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
 def _tau(acceptance: Mapping[str, Any] | None) -> str:
     if acceptance is None or acceptance["tau"] is None:
         return NONE
-    bounds = interval(acceptance.get("interval"))
+    bounds = interval(acceptance["interval"])
     return f"{acceptance['tau']:.2f}" if bounds == NONE else f"{acceptance['tau']:.2f} ({bounds})"
 
 
@@ -143,6 +154,9 @@ def speed_of(run: Mapping[str, Any], size: int) -> Mapping[str, Any] | None:
 def _cost(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     yield _line(runs, "one draft: c", "cost", "draft", form="{:.3f}")
     yield _line(runs, "verification", "cost", "verify", form="{:.2f}")
+    yield _line(runs, "accepted of tried: alpha", "cost", "theory", "alpha")
+    yield _line(runs, "best gamma by Leviathan", "cost", "theory", "gamma", form="{:d}")
+    yield _line(runs, "  its speed-up", "cost", "theory", "speed_up", form="{:.2f}x")
 
 
 def _ends(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:

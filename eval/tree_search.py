@@ -1,7 +1,7 @@
 """The best static tree for a drafter, from what its drafts were worth on calibration texts (eval/ranks.py).
 
 Medusa (arXiv 2401.10774, section 3.3) grows a tree node by node, always by the node that adds most to the expected
-number of accepted tokens, with heads taken as independent. With joint counts no such assumption is needed: a tree
+number of accepted tokens, with heads taken as independent. Joint counts need no such assumption: a tree
 accepts, summed over the slots, the counts of its paths. A path's count is at most its parent's, so the nodes with the
 n largest counts form a tree, and growing greedily gives, for every n, the best tree of n nodes on these texts.
 
@@ -45,46 +45,6 @@ def grow(
         count, _, parent = heapq.heappop(open_nodes)
         grown.append(Node(parent, -count / slots))
     return grown
-
-
-def grow_independent(accuracy: Sequence[Sequence[float]], max_nodes: int, max_levels: int) -> list[Node]:
-    """The same from marginals only: ``accuracy[k][r]`` is the share of slots whose true token has rank r at depth k
-    (:func:`eval.ranks.rank_accuracy`), and a path is worth the product of its ranks' shares."""
-    by_worth = [sorted(range(len(level)), key=lambda r: (-level[r], r)) for level in accuracy[:max_levels]]
-    # An open node: minus its worth, its level, its path, its parent's worth, its place among its siblings.
-    open_nodes: list[tuple[float, int, RankPath, float, int]] = []
-
-    def offer(parent: RankPath, worth: float, place: int) -> None:
-        level = len(parent)
-        if level < len(by_worth) and place < len(by_worth[level]):
-            rank = by_worth[level][place]
-            gain = worth * accuracy[level][rank]
-            if gain > 0:
-                heapq.heappush(open_nodes, (-gain, level, (*parent, rank), worth, place))
-
-    offer((), 1.0, 0)
-    grown = list[Node]()
-    while open_nodes and len(grown) < max_nodes:
-        gain, _, path, worth, place = heapq.heappop(open_nodes)
-        grown.append(Node(path, -gain))
-        offer(path, -gain, 0)
-        offer(path[:-1], worth, place + 1)
-    return grown
-
-
-def expected_accepted(counts: Mapping[RankPath, int], slots: int, paths: Sequence[RankPath]) -> float:
-    """Accepted tokens per pass of a tree, were passes to begin at all slots alike. Raises ValueError for no tree."""
-    check_tree(paths)
-    return sum(counts.get(path, 0) for path in paths) / slots if slots else 0.0
-
-
-def check_tree(paths: Sequence[RankPath]) -> None:
-    """Raise ValueError unless every path is there once, behind its parent."""
-    seen: set[RankPath] = {()}
-    for path in paths:
-        if path in seen or path[:-1] not in seen:
-            raise ValueError(f"{list(path)}: {'twice' if path in seen else 'its parent is missing or comes later'}")
-        seen.add(path)
 
 
 def chain_paths(gamma: int) -> list[RankPath]:

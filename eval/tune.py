@@ -1,9 +1,14 @@
 """Which chain or tree decodes fastest here: acceptance on calibration texts against costs measured on this hardware.
 
-Candidates are no drafts at all, chains of 1 .. G tokens, and the trees of 1 .. N nodes that eval/tree_search.py grows.
-How many tokens a pass yields is read off the ranks of the true tokens by walking the texts pass by pass: exact for
-greedy decoding, and on sampled texts the expectation for drafts of fixed rank. Costs: eval/cost.py. What the two
-models' forwards don't hold (choosing tokens, bookkeeping) is not in the prediction.
+Two ways of drafting, never mixed in one prediction:
+
+* Drafts of fixed rank (T = 0, and ``verify.draws=top``): no drafts at all, chains of 1 .. G tokens, and the trees of
+  1 .. N nodes that eval/tree_search.py grows. How many tokens a pass yields is read off the ranks of the true tokens by
+  walking the texts pass by pass: exact for greedy decoding, and on sampled texts the expectation. :func:`tune`
+* Drafts sampled from q: no drafts at all, or chains, whose tokens per pass follow from alpha = sum min(p, q)
+  (eval/simulated.py). Ranks say nothing of a tree of draws, so none is predicted. :func:`tune_sampled`
+
+Costs: eval/cost.py. What the two models' forwards don't hold (choosing tokens, bookkeeping) is not in the prediction.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.cost import CostModel, chain_tokens
+from eval.cost import CostModel
 from eval.ranks import RankPath, Ranks, drafter_ranks, growth_order, model_ranks, path_counts, walk
 from eval.shapes import StaticTree, save_tree
 from eval.simulated import Text
@@ -47,20 +52,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class Tuned:
-    """prediction: the entry of report.json; best: the chosen shape, None where no text told anything; paths: its
-    nodes, parents first, none for ``best.tree`` = none."""
+    """prediction: the entry of report.json; best: the chosen shape, None where nothing could tell; paths: its nodes,
+    parents first, none for ``best.tree`` = none."""
 
     prediction: dict[str, Any]
     best: Choice | None
     paths: list[RankPath]
 
 
+Found = tuple[Choice, list[RankPath]]
+
+
 @dataclass(frozen=True)
 class Predictor:
-    """Expectations for one drafter: tokens per pass on the texts behind ``ranks``, milliseconds from ``cost``."""
+    """Expectations for one drafter at a temperature, milliseconds from ``cost``."""
 
     name: str
-    ranks: Ranks
+    temperature: float
     cost: CostModel
 
     def choice(self, tree: str, paths: Sequence[RankPath], tokens_per_pass: float) -> Choice:
@@ -68,11 +76,30 @@ class Predictor:
         ms, speed_up = self.cost.pass_ms(self.name, *shape), self.cost.speed_up(self.name, *shape)
         return Choice(tree, levels(paths), len(paths), tokens_per_pass, ms, speed_up)
 
-    def nested(self, tree: str, paths: Sequence[RankPath]) -> Iterator[Choice]:
-        """The trees of the first 1, 2, ... of the paths."""
-        order = growth_order(self.ranks, paths)
+    def nested(self, tree: str, paths: Sequence[RankPath], ranks: Ranks) -> Iterator[Choice]:
+        """The trees of the first 1, 2, ... of the paths, on the texts behind ``ranks``."""
+        order = growth_order(ranks, paths)
         for size in range(1, len(paths) + 1):
-            yield self.choice(tree, paths[:size], tokens_per_pass((order < size).sum(0), self.ranks))
+            yield self.choice(tree, paths[:size], tokens_per_pass((order < size).sum(0), ranks))
+
+    def choose(self, chains: Sequence[Choice], trees: Sequence[Found]) -> Tuned:
+        """The best of these and of no drafts at all."""
+        plain = self.choice(NONE, [], 1.0)
+        found: list[Found] = [(plain, []), *((chain, chain_paths(chain.levels)) for chain in chains), *trees]
+        best, paths = prefer(found)
+        prediction = {
+            "drafter": self.name,
+            "temperature": self.temperature,
+            "chain": [{"gamma": chain.levels} | chain.without("tree", "levels", "nodes") for chain in chains],
+            "trees": [tree.without("tree") for tree, _ in trees],
+            "best": asdict(best),
+        }
+        return Tuned(prediction, best, paths)
+
+
+def untold(name: str, temperature: float) -> Tuned:
+    """No prediction."""
+    return Tuned({"drafter": name, "temperature": temperature, "chain": [], "trees": [], "best": None}, None, [])
 
 
 def tune(
@@ -85,55 +112,52 @@ def tune(
     max_nodes: int = MAX_NODES,
     max_levels: int = MAX_LEVELS,
     max_rank: int | None = None,
-    acceptance: Sequence[float] | None = None,
     held_out: Ranks | None = None,
 ) -> Tuned:
-    """Predict all candidates and choose.
+    """Predict all candidates with drafts of fixed rank and choose.
 
-    ranks: of the calibration texts, as deep as the deepest candidate may be. acceptance: of each depth of a chain
-    given the ones before, where its drafts are sampled from q rather than fixed. held_out: ranks on other texts, to
+    ranks: of the calibration texts, as deep as the deepest candidate may be. held_out: ranks on other texts, to
     predict from; without them the trees are judged on the texts they were grown on, a little too well. Within 1% of
     the best the fewest nodes are chosen, so no drafts at all (tree ``none``) where drafting gains no more than that.
     """
     judged = ranks if held_out is None else held_out
-    prediction: dict[str, Any] = {"drafter": name, "temperature": temperature}
     if not len(ranks) or not len(judged):
-        return Tuned(prediction | {"chain": [], "trees": [], "best": None}, None, [])
-    predictor = Predictor(name, judged, cost)
-    chains = list(predictor.nested(CHAIN, chain_paths(min(max_gamma, ranks.depths))))
-    if acceptance is not None:
-        sampled = [1 + chain_tokens(acceptance[: chain.levels]) for chain in chains[: len(acceptance)]]
-        chains = [predictor.choice(CHAIN, chain_paths(gamma), tokens) for gamma, tokens in enumerate(sampled, 1)]
-    trees = best_trees(predictor, ranks, max_nodes, min(max_levels, ranks.depths), max_rank)
-    plain = predictor.choice(NONE, [], 1.0)
-    found = [(plain, list[RankPath]()), *((chain, chain_paths(chain.levels)) for chain in chains), *trees]
-    best, paths = prefer(found)
-    prediction["chain"] = [{"gamma": chain.levels} | chain.without("tree", "levels", "nodes") for chain in chains]
-    prediction["trees"] = [tree.without("tree") for tree, _ in trees]
-    return Tuned(prediction | {"best": asdict(best)}, best, paths)
+        return untold(name, temperature)
+    predictor = Predictor(name, temperature, cost)
+    chains = [*predictor.nested(CHAIN, chain_paths(min(max_gamma, ranks.depths)), judged)]
+    limits = max_nodes, min(max_levels, ranks.depths), max_rank
+    return predictor.choose(chains, best_trees(predictor, ranks, judged, *limits))
+
+
+def tune_sampled(name: str, temperature: float, taus: Sequence[float], cost: CostModel) -> Tuned:
+    """The same for drafts sampled from q. taus: tokens per pass of chains of 1, 2, ... of them; no trees."""
+    if not taus:
+        return untold(name, temperature)
+    predictor = Predictor(name, temperature, cost)
+    return predictor.choose([predictor.choice(CHAIN, chain_paths(g), tau) for g, tau in enumerate(taus, 1)], [])
 
 
 def best_trees(
-    predictor: Predictor, ranks: Ranks, max_nodes: int, max_levels: int, max_rank: int | None
-) -> list[tuple[Choice, list[RankPath]]]:
-    """For each number of nodes the fastest of the grown trees of at most 1, 2, ... levels, and its paths.
+    predictor: Predictor, ranks: Ranks, judged: Ranks, max_nodes: int, max_levels: int, max_rank: int | None
+) -> list[Found]:
+    """For each number of nodes the fastest of the trees of at most 1, 2, ... levels grown on ``ranks``, and its paths.
 
     A level costs a call of the drafter, so the tree that accepts most is not always the fastest.
     """
     whole = ranks.complete()
     slots = whole if len(whole) else ranks  # short texts only: what lies beyond their end counts as not accepted
     counts = path_counts(slots)
-    best: dict[int, tuple[Choice, list[RankPath]]] = {}
+    best: dict[int, Found] = {}
     for deepest in range(1, max_levels + 1):
         paths = [node.path for node in grow(counts, len(slots), max_nodes, deepest, max_rank)]
-        for choice in predictor.nested(GROWN, paths):
+        for choice in predictor.nested(GROWN, paths, judged):
             size = choice.nodes
             if size not in best or choice.speed_up > best[size][0].speed_up:
                 best[size] = choice, paths[:size]
     return [best[size] for size in sorted(best)]
 
 
-def prefer(found: Sequence[tuple[Choice, list[RankPath]]]) -> tuple[Choice, list[RankPath]]:
+def prefer(found: Sequence[Found]) -> Found:
     """Of those within 1% of the highest speed-up the one with the fewest nodes, of equal ones the fastest."""
     top = max(choice.speed_up for choice, _ in found)
     near = [one for one in found if one[0].speed_up >= NEAR * top]

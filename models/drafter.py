@@ -100,6 +100,11 @@ class Drafter(nn.Module, ABC):
         """A fresh incremental drafting session for so many sequences at a time."""
 
     @property
+    @abstractmethod
+    def target_hidden_size(self) -> int:
+        """Width of the target's states that it reads."""
+
+    @property
     def max_depth(self) -> int | None:
         """Levels that a draft can have; None: any number."""
         return None

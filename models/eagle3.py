@@ -301,6 +301,10 @@ class Eagle3Drafter(Drafter):
     # --- drafting and serving ---
 
     @property
+    def target_hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
     def max_positions(self) -> int:
         return self.config.max_position_embeddings
 

@@ -89,26 +89,27 @@ def run_export(cfg: Config) -> Path:
         frozen,
         Path(cfg.export.dir or run / "export"),
         dtype=cfg.export.dtype,
-        report=read_report(run, source),
+        report=read_report(run, source, cfg.target.path),
         target_name=cfg.target.path,
         target_path=target if cfg.target.path.startswith("pypi:") else None,
         data=None if cfg.drafter_path else describe(cfg.data.path),
     )
 
 
-def read_report(run: Path, source: Path) -> dict[str, Any] | None:
-    """The run's evaluation, if there was one and it measured the drafter in ``source``."""
+def read_report(run: Path, source: Path, target: str) -> dict[str, Any] | None:
+    """The run's evaluation, if there was one and it measured the drafter in ``source`` with this target."""
     path = run / REPORT
     if not path.exists():
         return None
     from scripts.card import of_drafter
 
     try:
-        report = of_drafter(json.loads(path.read_text(encoding="utf-8")), source)
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        report = of_drafter(whole, source) if whole["settings"]["target"] == target else None
     except (ValueError, KeyError, TypeError) as error:
         raise EyasError(f"{path}: not a report of python -m eval ({error}); delete it or run the evaluation") from error
     if report is None:
-        log.warning("%s did not measure %s: the model card goes without it", path, source)
+        log.warning("%s did not measure %s with %s: the model card goes without it", path, source, target)
     return report
 
 

@@ -28,7 +28,7 @@ from eval.measure import Bench
 from eval.proposers import PlainProposer, Proposer, ScriptedProposer
 from eval.run import load_bench
 from eval.shapes import Shape, chain, classic, fit
-from eval.speculate import Decoder, Generation, Request, generate_all
+from eval.speculate import Decoder, Generation, Limits, Request, generate_all
 from eval.tree import ROOT, DraftTree, Drawn
 from models.drafter import Drafter
 from models.errors import EyasError
@@ -113,15 +113,16 @@ def ways(bench: Bench, decoder: Decoder, texts: Texts, slots: int) -> dict[str, 
     return found
 
 
-def generated(target: Target, prompt: Sequence[int], new: int) -> list[int]:
-    """Greedy output of ``transformers.generate``, EOS included."""
+def generated(target: Target, prompt: Sequence[int], limits: Limits) -> list[int]:
+    """Greedy output of ``transformers.generate``, EOS included, within the context."""
+    room = limits.max_new_tokens if limits.context is None else limits.context - len(prompt)
     ids = torch.tensor([list(prompt)], device=target.device)
     model: Any = target.model
     ends = sorted(target.eos_ids)
     out = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
+        max_new_tokens=min(limits.max_new_tokens, room),
         do_sample=False,
         repetition_penalty=1.0,
         eos_token_id=ends or None,
@@ -137,8 +138,8 @@ def check(cfg: Config) -> dict[str, Total]:
     if decoder.sampling.needs_context or decoder.limits.stop:
         raise EyasError("scripts.lossless: compares bare greedy decoding; leave penalties and verify.stop out")
     asked = [prompt.ids for prompt in prompts]
-    new = cfg.verify.max_new_tokens
-    texts = {tuple(ids): generated(bench.target, ids, new) for ids in tqdm(asked, desc="transformers")}
+    limits = decoder.limits
+    texts = {tuple(ids): generated(bench.target, ids, limits) for ids in tqdm(asked, desc="transformers")}
     totals: dict[str, Total] = {}
     for slots in cfg.verify.batch_sizes:
         for name, make in ways(bench, decoder, texts, slots).items():
@@ -156,6 +157,7 @@ def check(cfg: Config) -> dict[str, Total]:
     wrong = [name for name, total in totals.items() if total.identical < len(asked)]
     if wrong and bench.target.dtype == torch.float32:
         raise EyasError(f"greedy output differs from transformers.generate: {'; '.join(wrong)}")
+    log.info("%d of %d ways of drafting write what transformers.generate writes", len(totals) - len(wrong), len(totals))
     return totals
 
 

@@ -39,6 +39,10 @@ class LinearDrafter(Drafter):
     def head_weight(self, frozen: FrozenTarget) -> Tensor:
         return self.head.weight
 
+    @property
+    def target_hidden_size(self) -> int:
+        return self.mix.in_features // len(self.tap_ids)
+
     def session(self, frozen: FrozenTarget, slots: int = 1) -> DraftSession:
         raise NotImplementedError("trained only")
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations, pairwise
 from typing import Any
 
+from eval.cost import theory
 from eval.intervals import Sums, difference, quotient, tau_sums
 from eval.metrics import DEFINITION, Round, acceptance, by_category, by_position, counted, uncut
 
@@ -213,11 +214,11 @@ class Faker:
             "acceptance": found.to_dict(),
             "uncut": acceptance(engines, fake.levels).to_dict(),
             "categories": {name: part.to_dict() for name, part in grouped.items()},
-            "positions": by_position(rounds, starts, (0, 32, 64)),
+            "positions": by_position(rounds, starts, (0, 32, 64), prompts=[row["prompt"] for row in mine]),
             "simulated": simulated | {"difference": 0.01} if fake.kind == "drafter" else None,
             "finish": {name: sum(row["finish"] == name for row in mine) for name in ends},
             "same_as_plain": None if temperature else self.same(mine),
-            "cost": {"draft": fake.draft_ms / FORWARD_MS, "verify": forward_ms(fake.nodes + 1) / FORWARD_MS},
+            "cost": cost(fake, [one for passes in rounds for one in passes]),
             "speed": [speed_entry(fake, mine, size) for size in BATCHES],
         }
 
@@ -249,14 +250,20 @@ class Faker:
         return {"past": 256, "target": target, "draft": draft, "predictions": predictions}
 
 
+def cost(fake: Fake, passes: Sequence[Round]) -> dict[str, Any]:
+    c, chain = fake.draft_ms / FORWARD_MS, fake.tree == "chain"
+    formula = theory([one.accepted for one in passes], [one.drafted for one in passes], c) if chain else None
+    return {"draft": c, "verify": forward_ms(fake.nodes + 1) / FORWARD_MS, "theory": formula}
+
+
 def prediction(fake: Fake, run: Mapping[str, Any]) -> dict[str, Any]:
-    """By the rates measured: a chain accepts what the run did, trees are better by their size."""
+    """By the rates measured: a chain accepts what the run did, trees (at T = 0 only) are better by their size."""
     rate = [r or 0.0 for r in run["acceptance"]["rate"]]
     chain = [
         {"gamma": g, **predicted(fake, 1 + (1.0 if fake.tree == "chain" else 0.7) * sum(rate[:g]), g, g)}
         for g in range(1, fake.levels + 1)
     ]
-    sizes = (4, 8, 12, 16, 24, 30, 40, 60) if fake.tree == "dynamic" else ()
+    sizes = (4, 8, 12, 16, 24, 30, 40, 60) if fake.tree == "dynamic" and not run["temperature"] else ()
     trees = [
         {"nodes": n, "levels": levels, **predicted(fake, 1 + 1.1 * sum(rate[:levels]) * n / (n + 4), n, levels)}
         for n in sizes

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from conf.schema import VerifyConfig
-from eval.candidates import Candidate, drafter_name, independent, ngrams, told_apart, trained
+from eval.candidates import (
+    Candidate,
+    drafter_name,
+    independent,
+    load_drafter,
+    load_model,
+    ngrams,
+    told_apart,
+    trained,
+)
 from eval.sampling import Sampling
 from eval.speculate import Decoder, Generation, Limits, Request, generate_all
+from models.checkpoint import save_drafter
 from models.eagle3 import Eagle3Drafter
 from models.errors import EyasError
 from models.target import Target
@@ -93,3 +105,20 @@ def test_names_are_short_and_told_apart() -> None:
     one = ngrams(VERIFY)
     names = [candidate.name for candidate in told_apart([one, one, one])]
     assert names == ["ngram", "ngram (2)", "ngram (3)"]
+    a, b = replace(one, name="x"), replace(one, name="x (2)")
+    assert [candidate.name for candidate in told_apart([a, b, a, b])] == ["x", "x (2)", "x (3)", "x (2) (2)"]
+
+
+def test_a_drafter_for_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = Target.load(str(folder))
+    save_drafter(drafter_of(target, (1, 2, 3)), tmp_path)
+    assert load_drafter(tmp_path, target.config, "mine", "cpu").vocab.size == 270
+    for key, size, what in (("hidden_size", 64, "hidden size of 32"), ("vocab_size", 300, "vocabulary of 270")):
+        config = copy.deepcopy(target.config)
+        setattr(config, key, size)
+        with pytest.raises(EyasError, match=f"drafter_path=.*: made for a {what}, target.path=mine has {size}"):
+            load_drafter(tmp_path, config, "mine", "cpu")
+    with pytest.raises(EyasError, match="drafter_path=.*nothing.*give a run, a checkpoint or an export"):
+        load_drafter(tmp_path / "nothing", target.config, "mine", "cpu")
+    with pytest.raises(EyasError, match="drafter_path=model:/nowhere"):
+        load_model("model:/nowhere", dtype="float32")

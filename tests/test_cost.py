@@ -22,10 +22,10 @@ from eval.cost import (
     DraftCost,
     best_gamma,
     chain_speed_up,
-    chain_tokens,
     draft_cost,
     measure_draft,
     measure_target,
+    theory,
 )
 from models.target import Target
 from tests.drafters import random_drafter, random_vocab
@@ -59,12 +59,6 @@ def test_impossible_numbers_are_refused(alpha: float, gamma: int, c: float) -> N
         chain_speed_up(alpha, gamma, c)
 
 
-def test_tokens_of_a_chain() -> None:
-    assert chain_tokens([]) == 0.0
-    assert chain_tokens([0.8, 0.5, 0.25]) == pytest.approx(0.8 + 0.4 + 0.1)
-    assert chain_tokens([0.8, 0.0, 1.0]) == pytest.approx(0.8)
-
-
 @given(st.floats(0, 1), st.floats(0, 2))
 def test_speculation_pays_exactly_where_acceptance_exceeds_cost(alpha: float, c: float) -> None:
     """Leviathan et al., corollary 3.9; at the border rounding decides."""
@@ -77,6 +71,28 @@ def test_best_gamma_by_hand() -> None:
     assert best_gamma(0.5, 0.1) == 2
     assert best_gamma(0.9, 1.0) == best_gamma(0.0, 0.0) == 0
     assert best_gamma(1.0, 0.5, largest=7) == 7
+
+
+def test_theory_of_a_measured_chain_by_hand() -> None:
+    """Chains of 3 that accept 3, 1 and 0, and a pass without drafts: tried 3, 2, 1 and none, so alpha = 4/6.
+
+    c = 1/4: speed-ups (1 + a)/1.25 = 1.333, (1 + a + a^2)/1.5 = 1.407, (1 + a + a^2 + a^3)/1.75 = 1.376: two.
+    """
+    assert theory([3, 1, 0, 0], [3, 3, 3, 0], 0.25) == {
+        "alpha": pytest.approx(2 / 3),
+        "gamma": 2,
+        "speed_up": pytest.approx((1 + 2 / 3 + 4 / 9) / 1.5),
+    }
+    assert theory([0, 0], [4, 4], 0.1) == {"alpha": 0.0, "gamma": 0, "speed_up": 1.0}
+    assert theory([], [], 0.1) is None and theory([0], [0], 0.1) is None and theory([1], [2], None) is None
+
+
+def test_theory_finds_alpha_again() -> None:
+    """20000 passes of a chain of 4 at alpha = 0.7: about 50000 tries, a standard error of 0.002; five of them."""
+    rng = np.random.default_rng(0)
+    accepted = np.cumprod(rng.random((20_000, 4)) < 0.7, axis=1).sum(1).tolist()
+    found = theory(accepted, [4] * 20_000, 0.05)
+    assert found is not None and found["alpha"] == pytest.approx(0.7, abs=0.01)
 
 
 # --- curves ---
@@ -135,14 +151,12 @@ def test_plain_decoding_and_free_drafts() -> None:
     assert DraftCost({0: Curve.of({1: 2.0})}).ms([3, 3], 1.0) == 2.0  # heads that draft all levels in one go
 
 
-def test_through_json() -> None:
+def test_as_json() -> None:
     stored = json.loads(json.dumps(MODEL.to_dict()))
     assert stored["past"] == 256 and "slots" not in stored
     assert stored["target"][1] == {"tokens": 2, "ms": 12.0}
     assert stored["draft"]["eagle"][2] == {"level": 1, "nodes": 1, "ms": 0.5}
-    assert CostModel.from_dict(stored) == MODEL
-    several = CostModel(0, MODEL.target, slots=4)
-    assert CostModel.from_dict(several.to_dict()) == several
+    assert CostModel(0, MODEL.target, slots=4).to_dict()["slots"] == 4
 
 
 # --- measuring ---

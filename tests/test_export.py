@@ -259,6 +259,7 @@ def test_command_exports_the_given_checkpoint(tmp_path: Path) -> None:
     card = tmp_path / "again" / "README.md"
     for measured, told in ((folder, True), (tmp_path / "checkpoint", False)):  # of another drafter: not on the card
         report = measured_report(str(measured))
+        report["settings"]["target"] = str(target)
         (tmp_path / "run" / "report.json").write_text(json.dumps(report))
         run_export(cfg)
         assert (f"| tau | {report['runs'][0]['acceptance']['tau']:.3f} |" in card.read_text()) is told

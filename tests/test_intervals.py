@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eval import intervals
-from eval.intervals import Sums, difference, estimate, quotient, resampled, tau_sums
+from eval.intervals import Sums, difference, estimate, estimates, how_often, quotient, resampled, tau_sums
 
 
 def test_two_prompts_have_four_draws() -> None:
@@ -76,6 +76,19 @@ def test_seeded_and_alike_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole == estimate(sums, seed=4) != estimate(sums, seed=5)
     monkeypatch.setattr(intervals, "AT_ONCE", 300)  # ten draws at a time
     assert estimate(sums, seed=4) == whole
+
+
+def test_several_ratios_are_drawn_together() -> None:
+    """Each has the interval that it has alone, and their draws belong together."""
+    a, b = Sums.of([3, 0, 5, 2], [4, 1, 5, 6]), Sums.of([1, 2, 3, 4], [4, 1, 5, 6])
+    assert estimates([a, b], seed=2) == [estimate(a, seed=2), estimate(b, seed=2)] and estimates([]) == []
+    total = Sums(a.top + b.top, a.bottom)
+    first, second, both = resampled([a, b, total], 500, 2)
+    assert first + second == pytest.approx(both)
+
+
+def test_how_often_prompts_are_drawn() -> None:
+    assert how_often(np.array([[2, 0, 2], [1, 1, 1]])).tolist() == [[1, 0, 2], [0, 3, 0]]
 
 
 def test_a_drafter_against_itself_differs_by_nothing() -> None:

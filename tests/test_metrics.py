@@ -100,14 +100,54 @@ def test_tau_by_position() -> None:
     """
     rounds = [[Round(5, 2, 3), Round(5, 0, 1), Round(5, 5, 4)], [Round(5, 1, 2), Round(5, 1, 2)]]
     assert by_position(rounds, [4, 5], (0, 6, 8, 20)) == [
-        {"from": 0, "to": 6, "passes": 2, "accepted": 3, "tau": 2.5},
-        {"from": 6, "to": 8, "passes": 2, "accepted": 1, "tau": 1.5},
-        {"from": 8, "to": 20, "passes": 1, "accepted": 3, "tau": 4.0},
+        {"from": 0, "to": 6, "passes": 2, "accepted": 3, "tau": 2.5, "interval": (2.0, 3.0)},
+        {"from": 6, "to": 8, "passes": 2, "accepted": 1, "tau": 1.5, "interval": (1.0, 2.0)},
+        {"from": 8, "to": 20, "passes": 1, "accepted": 3, "tau": 4.0, "interval": (4.0, 4.0)},
     ]
     assert by_position(rounds, [4, 5], (0, 6)) == [
-        {"from": 0, "to": 6, "passes": 2, "accepted": 3, "tau": 2.5},
-        {"from": 6, "to": None, "passes": 3, "accepted": 4, "tau": 1 + 4 / 3},
+        {"from": 0, "to": 6, "passes": 2, "accepted": 3, "tau": 2.5, "interval": (2.0, 3.0)},
+        {"from": 6, "to": None, "passes": 3, "accepted": 4, "tau": pytest.approx(7 / 3), "interval": (2.0, 2.5)},
     ]
+
+
+def test_intervals_by_position_draw_prompts_not_answers() -> None:
+    """Two answers to one prompt (2 and 0 accepted), one to another (1): drawn are (a, b) as 2 passes with 2, or 1."""
+    rounds = [[Round(2, 2, 3)], [Round(2, 0, 1)], [Round(2, 1, 2)]]
+    (apart,), (joined,), (one,) = (by_position(rounds, [9] * 3, prompts=p) for p in (None, [4, 4, 7], [4, 4, 4]))
+    assert apart["interval"] == (1.0, 3.0)  # one in 27 draws is thrice the same answer
+    assert joined["interval"] == one["interval"] == (2.0, 2.0) and joined["tau"] == 2.0
+    rounds[2] = [Round(2, 0, 1)]
+    assert by_position(rounds, [9] * 3, prompts=[4, 4, 7])[0]["interval"] == (1.0, 2.0)
+
+
+def test_intervals_of_rates_by_hand() -> None:
+    """Prompt a: 2 accepted of one pass, b: 1 and 0 of two. Draws aa, ab, ba, bb, a quarter each.
+
+    Depth 0: a 1 of 1, b 1 of 2: 1, 2/3, 2/3, 1/2. Depth 1 of all passes: 1, 1/3, 1/3, 0; of those that accepted depth
+    0: 1, 1/2, 1/2, 0. Depth 2: never; after depth 1, which draws of b alone don't reach: 0.
+    """
+    found = acceptance([[2], [1, 0]], 3)
+    assert found.rate_interval == [(0.5, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    assert found.conditional_interval == [(0.5, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    never = acceptance([[0], [0]], 2)
+    assert never.rate_interval == [(0.0, 0.0)] * 2 and never.conditional_interval == [(0.0, 0.0), None]
+    assert acceptance([], 1).rate_interval == acceptance([], 1).conditional_interval == [None]
+    assert (acceptance([[0]], 0).rate, acceptance([[0]], 0).rate_interval) == ([], [])
+
+
+def test_intervals_of_rates_are_those_of_proportions() -> None:
+    """One pass a prompt, 400 prompts: 200 accept nothing, 160 one draft, 40 both: shares 0.5, 0.1, 0.2 of 200.
+
+    Standard errors sqrt(p (1 - p) / n); a bound may be off by a tenth of the interval's width.
+    """
+    found = acceptance([[0]] * 200 + [[1]] * 160 + [[2]] * 40, 2)
+    for bounds, share, passes in (
+        (found.rate_interval[0], 0.5, 400),
+        (found.rate_interval[1], 0.1, 400),
+        (found.conditional_interval[1], 0.2, 200),
+    ):
+        reach = 1.96 * math.sqrt(share * (1 - share) / passes)
+        assert bounds == pytest.approx((share - reach, share + reach), abs=0.2 * reach)
 
 
 def test_default_buckets_double_and_are_closed_below() -> None:
@@ -156,3 +196,6 @@ def test_identities(accepted: list[list[int]]) -> None:
         assert rate == pytest.approx(math.prod(chain))
     assert found.interval is not None
     assert found.interval[0] <= found.interval[1]
+    for values, bounds in ((found.rate, found.rate_interval), (found.conditional, found.conditional_interval)):
+        assert len(values) == len(bounds) == 4
+        assert all((value is None) == (bound is None) for value, bound in zip(values, bounds, strict=True))

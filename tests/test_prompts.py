@@ -123,8 +123,8 @@ def test_verifier_prompts_are_counted_and_a_refused_one_is_passed_over(
     with caplog.at_level("INFO"):
         prompts = read_prompts(str(path), template, limit=9, context=4, dialect=dialect)
     assert [(p.ids, p.later) for p in prompts] == [([66, 67], ()), ([68], ("E",))]
-    assert [(p.id, p.category) for p in prompts] == [("p.jsonl:2", "all"), ("p.jsonl:3", "all")]
-    assert "3 questions of 2 rows, of 5 rows read" in caplog.text
+    assert [(p.id, p.category) for p in prompts] == [("p.jsonl:2", None), ("p.jsonl:3", None)]
+    assert "3 questions of 2 rows, of 5 rows read" in caplog.text and "2 of none" not in caplog.text
     assert "template_error" in caplog.text and "bad_content" in caplog.text
     path.write_text(json.dumps(rows[0]))
     with pytest.raises(EyasError, match=r"no usable prompt(.|\n)*p\.jsonl, row 1: template_error"):
@@ -177,8 +177,8 @@ def test_a_prompt_that_cannot_be_asked_is_replaced_by_one_of_its_category(
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with caplog.at_level("INFO"):
         prompts = read_prompts(str(tmp_path / "p.jsonl"), TEMPLATE, limit=3, context=4)
-    assert [(p.ids, p.category) for p in prompts] == [([66], "a"), ([68], "b"), ([70], "all")]
-    assert "3 questions of 3 rows, of 7 rows read" in caplog.text and "1 of a, 1 of b, 1 of all" in caplog.text
+    assert [(p.ids, p.category) for p in prompts] == [([66], "a"), ([68], "b"), ([70], None)]
+    assert "3 questions of 3 rows, of 7 rows read" in caplog.text and "1 of a, 1 of b, 1 of none" in caplog.text
     assert "1 prompts are empty or fill the target's context of 4 tokens" in caplog.text
 
 
@@ -203,12 +203,12 @@ def test_the_next_question_is_of_the_same_prompt(tmp_path: Path) -> None:
 def test_a_text_file_of_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("A\n\nBC\n")
     prompts = read_prompts(str(tmp_path / "p.txt"), TEMPLATE, limit=9)
-    assert [(p.ids, p.id, p.category) for p in prompts] == [([65], "p.txt:1", "all"), ([66, 67], "p.txt:3", "all")]
+    assert [(p.ids, p.id, p.category) for p in prompts] == [([65], "p.txt:1", None), ([66, 67], "p.txt:3", None)]
 
 
 def test_bare_ids_that_fit() -> None:
     prompts = usable([Prompt([]), Prompt([1, 2, 3]), Prompt([4]), Prompt([5]), Prompt([6])], limit=2, context=3)
-    assert prompts == [Prompt([4]), Prompt([5])] and prompts[0].category == "all"
+    assert prompts == [Prompt([4]), Prompt([5])] and prompts[0].category is None
 
 
 # --- a target without a chat template --------------------------------------------------------------------------------

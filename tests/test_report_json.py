@@ -26,7 +26,7 @@ from eval.predict import measure_costs
 from eval.prompts import Prompt
 from eval.report import print_report, write_report
 from eval.run import run_bench
-from eval.table import comparisons, predictions, sections, verdict
+from eval.table import WIDE, comparisons, predictions, sections, verdict
 from models.eagle3 import Eagle3Drafter
 from models.target import Target
 from models.vocab import DraftVocab
@@ -128,6 +128,10 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda r: r["runs"][0]["acceptance"].update(tau=0.9), "$.runs[0].acceptance.tau"),
         (lambda r: r["runs"][0]["acceptance"]["rate"].append(1.2), "$.runs[0].acceptance.rate["),
         (lambda r: r["runs"][0]["acceptance"].update(interval=[1.0]), "$.runs[0].acceptance.interval"),
+        (lambda r: r["runs"][0]["acceptance"].pop("rate_interval"), "$.runs[0].acceptance:"),
+        (lambda r: r["runs"][0]["categories"]["math"].pop("conditional_interval"), "$.runs[0].categories.math:"),
+        (lambda r: r["runs"][0]["positions"][0].pop("interval"), "$.runs[0].positions[0]:"),
+        (lambda r: r["runs"][2]["cost"]["theory"].pop("gamma"), "$.runs[2].cost"),
         (lambda r: r["runs"][0]["categories"].update(math=2.5), "$.runs[0].categories.math"),
         (lambda r: r["runs"][0]["finish"].update(bored=1), "$.runs[0].finish"),
         (lambda r: r["runs"][0]["speed"][0].update(batch_size=0), "$.runs[0].speed[0].batch_size"),
@@ -207,6 +211,34 @@ def test_rows_without_a_value_are_left_out(fake: tuple[dict[str, Any], Any]) -> 
         assert word not in shown.replace("over a plain forward", ""), word
     assert {line.name for section in sections(report["runs"]) for line in section.lines if line.empty} == set()
     assert "tokens/s" in shown
+
+
+def test_rates_have_intervals_where_there_is_room(fake: tuple[dict[str, Any], Any]) -> None:
+    run = copy.deepcopy(fake[0]["runs"][0])
+    acceptance = run["acceptance"]
+    acceptance |= {"rate": [0.8, 0.0, 0.0], "conditional": [0.8, 0.0, None]}
+    acceptance |= {"rate_interval": [[0.7512, 0.85], [0.0, 0.0], None]}
+    acceptance |= {"conditional_interval": [[0.7512, 0.85], None, None]}
+
+    def cells(wide: bool) -> list[str]:
+        (found,) = (section for section in sections([run], wide=wide) if section.title == "rate per depth")
+        return [line.cells[0] for line in found.lines]
+
+    assert cells(wide=False) == ["0.800 (0.80)", "0.000 (0.00)", "0.000 (-)"]
+    assert cells(wide=True) == ["0.800, 0.75-0.85 (0.80, 0.75-0.85)", "0.000, 0.00-0.00 (0.00)", "0.000 (-)"]
+    assert max(map(len, cells(wide=True))) + 2 <= WIDE
+
+
+def test_leviathans_formula_is_shown_for_chains(fake: tuple[dict[str, Any], Any]) -> None:
+    """All taus by position have intervals too."""
+    runs = copy.deepcopy(fake[0]["runs"][:3:2])  # a tree and a chain
+    assert runs[0]["cost"]["theory"] is None
+    runs[1]["cost"]["theory"] = {"alpha": 0.71249, "gamma": 3, "speed_up": 1.996}
+    found = {section.title: {line.name: line.cells for line in section.lines} for section in sections(runs)}
+    cost = found["cost, plain forwards"]
+    assert cost["accepted of tried: alpha"] == ["-", "0.712"]
+    assert cost["best gamma by Leviathan"] == ["-", "3"] and cost["  its speed-up"] == ["-", "2.00x"]
+    assert all("-" in cell for cells in found["tau by text length"].values() for cell in cells)
 
 
 def test_lossy_runs_are_marked_everywhere() -> None:
@@ -303,12 +335,14 @@ def test_plots_are_drawn_from_what_there_is(fake: tuple[dict[str, Any], Any]) ->
     assert all(plot.png[:4] == b"\x89PNG" and plot.about for plot in drawn)
     for run in report["runs"]:
         run["acceptance"]["rate_interval"] = [[0.0, 1.0] for _ in run["acceptance"]["rate"]]
-    report["cost_model"]["predictions"] = []
+    for prediction in report["cost_model"]["predictions"]:
+        prediction |= {"chain": [], "trees": [], "best": None}
     fewer = plots(report)
     assert [plot.file for plot in fewer] == [FILES[0], FILES[2], FILES[3]]
-    assert fewer[0].png != drawn[0].png and fewer[1].png == drawn[1].png  # with error bars; the same again
+    assert fewer[0].png != drawn[0].png and fewer[1].png == drawn[1].png  # with other error bars; the same again
     for run in report["runs"]:
         run["acceptance"] |= {"passes": 0, "rate": [None], "conditional": [None]}
+        run["acceptance"] |= {"rate_interval": [None], "conditional_interval": [None]}
         run["categories"] = {}
     assert [plot.file for plot in plots(report | {"cost_model": None})] == []
 

@@ -177,6 +177,8 @@ def test_tables_plots_settings_and_filters(fake: Any, shown: Page) -> None:
     assert report["definition"] in shown.text and "without_replacement" in shown.text
     taus = [f"{run['acceptance']['tau']:.3f}" for run in ordered(report)]
     assert ["tau", *taus] in shown.rows
+    depth = next(row for row in shown.rows if row[0] == "depth 0")
+    assert all(re.fullmatch(r"0\.\d{3}, 0\.\d\d-\d\.\d\d \(0\.\d\d, 0\.\d\d-\d\.\d\d\)", cell) for cell in depth[1:])
     assert ["", *(f"{c.drafter}{c.temperature}" for c in columns(ordered(report)))] in shown.rows
     assert any(row[:3] == ["eagle3-smollm2", "ngram", "0"] for row in shown.rows)
     assert ("alt", PNG.about) in shown.attributes
@@ -234,6 +236,15 @@ def test_long_prompts_missing_trees_and_no_texts(fake: Any) -> None:
     assert [token.kind for token in found.tokens[0]] == ["prefill", "d0", "own"]
     assert "... 100 tokens before ..." in found.text and "prompt 0: x<y" in found.text
     assert found.data["answers"][0]["passes"] == [[[], 0, [], 2]] and "<h2>Plots" not in found.html
+
+
+def test_prompts_without_a_category(fake: Any) -> None:
+    """Alone they have no name for it; beside others they are found as none."""
+    rows = [one([7, 8, 9], [8]), one([7, 8, 9], [8], prompt=1, category="math")]
+    assert re.findall("prompt \\d.*", Page(page(fake[0], rows[:1], [])).text) == ["prompt 0"]
+    mixed = Page(page(fake[0], rows, []))
+    assert re.findall("prompt \\d.*", mixed.text) == ["prompt 0", "prompt 1: math"]
+    assert re.findall("<option[^>]*>(none|math)<", mixed.html) == ["none", "math"]
 
 
 def test_lossy_answers_are_marked() -> None:

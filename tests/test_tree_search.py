@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.ranks import RankPath, Ranks, path_counts, rank_accuracy
-from eval.tree_search import (
-    Node,
-    chain_paths,
-    check_tree,
-    drafted_widths,
-    expected_accepted,
-    grow,
-    grow_independent,
-    levels,
-)
+from eval.ranks import RankPath, Ranks, path_counts
+from eval.tree_search import chain_paths, drafted_widths, grow, levels
 
 COUNTS = {(): 10, (0,): 6, (1,): 2, (7,): 1, (0, 0): 3, (0, 1): 2, (1, 0): 2, (0, 0, 0): 1, (0, 0, 4): 2}
 
@@ -29,6 +20,21 @@ def ranks_from(rows: list[list[int]]) -> Ranks:
     """Ranks of slots given one by one; all valid."""
     table = np.array(rows, dtype=np.int64).T
     return Ranks(np.arange(table.shape[1]), np.ones(table.shape, dtype=np.bool_), table)
+
+
+def expected_accepted(counts: Mapping[RankPath, int], slots: int, paths: Sequence[RankPath]) -> float:
+    """Accepted tokens per pass of a tree, were passes to begin at all slots alike."""
+    return sum(counts.get(path, 0) for path in paths) / slots
+
+
+def is_tree(paths: Sequence[RankPath]) -> bool:
+    """Whether every path is there once, behind its parent."""
+    seen: set[RankPath] = {()}
+    for path in paths:
+        if path in seen or path[:-1] not in seen:
+            return False
+        seen.add(path)
+    return True
 
 
 def all_trees(nodes: set[RankPath], size: int) -> Iterator[tuple[RankPath, ...]]:
@@ -50,16 +56,6 @@ def test_by_hand() -> None:
     assert grow(COUNTS, 10, 0, 3) == grow({(): 4}, 4, 9, 3) == grow({}, 0, 9, 3) == []
 
 
-def test_expected_accepted_by_hand() -> None:
-    assert expected_accepted(COUNTS, 10, [(0,), (1,), (0, 0)]) == pytest.approx(1.1)
-    assert expected_accepted(COUNTS, 10, chain_paths(3)) == pytest.approx(1.0)  # .6 + .3 + .1: a chain is a tree
-    assert expected_accepted(COUNTS, 10, [(3,)]) == expected_accepted(COUNTS, 10, []) == 0.0
-    with pytest.raises(ValueError, match=r"\[1, 0\]: its parent"):
-        expected_accepted(COUNTS, 10, [(0,), (1, 0)])
-    with pytest.raises(ValueError, match=r"\[0\]: twice"):
-        check_tree([(0,), (0,)])
-
-
 def test_shapes_by_hand() -> None:
     """(0,), (1,), (2,) at level 1, of which 0 and 1 have children; (0, 0) of the second level has one."""
     tree: list[RankPath] = [(0,), (1,), (2,), (0, 0), (1, 0), (1, 1), (0, 0, 0)]
@@ -75,7 +71,7 @@ def test_the_best_of_all_trees(rows: list[list[int]], max_levels: int) -> None:
     counts = path_counts(ranks)
     grown = grow(counts, len(ranks), 7, max_levels)
     paths = [node.path for node in grown]
-    check_tree(paths)
+    assert is_tree(paths)
     nodes = {path for path in counts if path and len(path) <= max_levels}
     for size in range(1, min(5, len(nodes)) + 1):
         best = max(expected_accepted(counts, len(ranks), tree) for tree in all_trees(nodes, size))
@@ -97,43 +93,9 @@ def test_expected_accepted_is_the_mean_over_slots() -> None:
     assert expected_accepted(path_counts(ranks), 200, paths) == pytest.approx(total / 200)
 
 
-def test_independent_by_hand() -> None:
-    """Level 1: .5, .3; level 2: .2, .6 (its second choice is the better one).
-
-    Worth: (0,) .5, (0,1) .3, (1,) .3, (1,1) .18, (0,0) .1, (1,0) .06; a tie goes to the shallower.
-    """
-    found = grow_independent([[0.5, 0.3], [0.2, 0.6]], 10, 2)
-    expected = [((0,), 0.5), ((1,), 0.3), ((0, 1), 0.3), ((1, 1), 0.18), ((0, 0), 0.1), ((1, 0), 0.06)]
-    assert [node.path for node in found] == [path for path, _ in expected]
-    assert [node.gain for node in found] == pytest.approx([gain for _, gain in expected])
-    assert grow_independent([[0.5, 0.3], [0.2, 0.6]], 2, 1) == [Node((0,), 0.5), Node((1,), 0.3)]
-    assert grow_independent([[0.5, 0.0]], 5, 3) == [Node((0,), 0.5)]  # what never happens is not drafted
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5]), min_size=3, max_size=3), min_size=1, max_size=3))
-def test_independent_is_the_best_of_all_trees(accuracy: list[list[float]]) -> None:
-    depths = range(1, len(accuracy) + 1)
-    worth = {
-        path: float(np.prod([accuracy[k][r] for k, r in enumerate(path)]))
-        for depth in depths
-        for path in itertools.product(range(3), repeat=depth)
-    }
-    grown = grow_independent(accuracy, 4, len(accuracy))
-    check_tree([node.path for node in grown])
-    useful = {path for path, gain in worth.items() if gain > 0}
-    assert len(grown) == min(4, len(useful))
-    for size in range(1, len(grown) + 1):
-        best = max(sum(worth[path] for path in tree) for tree in all_trees(useful, size))
-        assert sum(node.gain for node in grown[:size]) == pytest.approx(best)
-
-
 def test_joint_counts_see_what_marginals_cannot() -> None:
     """Two kinds of slots: always (0, 1) or always (1, 0). Marginals call all four paths alike; two never occur."""
-    ranks = ranks_from([[0, 1], [1, 0]] * 20)
-    joint = [node.path for node in grow(path_counts(ranks), 40, 4, 2)]
-    assert joint == [(0,), (1,), (0, 1), (1, 0)]
-    blind = [node.path for node in grow_independent(rank_accuracy(ranks, 2), 4, 2)]
-    assert blind == [(0,), (1,), (0, 0), (0, 1)]
-    counts = path_counts(ranks)
-    assert expected_accepted(counts, 40, joint) == 2.0 and expected_accepted(counts, 40, blind) == 1.5
+    counts = path_counts(ranks_from([[0, 1], [1, 0]] * 20))
+    joint = [node.path for node in grow(counts, 40, 4, 2)]
+    assert joint == [(0,), (1,), (0, 1), (1, 0)] and expected_accepted(counts, 40, joint) == 2.0
+    assert expected_accepted(counts, 40, [(0,), (1,), (0, 0), (0, 1)]) == 1.5

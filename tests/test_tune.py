@@ -17,8 +17,19 @@ from eval.sampling import Sampling
 from eval.shapes import StaticTree, read_tree
 from eval.simulated import Text, measured_alike
 from eval.speculate import Decoder, Limits, generate
-from eval.tree_search import chain_paths, check_tree
-from eval.tune import CHAIN, GROWN, NONE, Choice, calibration_ranks, prefer, save_tuned, tokens_per_pass, tune
+from eval.tree_search import chain_paths
+from eval.tune import (
+    CHAIN,
+    GROWN,
+    NONE,
+    Choice,
+    calibration_ranks,
+    prefer,
+    save_tuned,
+    tokens_per_pass,
+    tune,
+    tune_sampled,
+)
 from models.target import Target
 from tests.drafters import random_drafter, random_vocab
 from tests.tiny import tiny_target
@@ -114,10 +125,21 @@ def test_the_smaller_tree_within_one_percent() -> None:
     assert prefer([choice(NONE, 0, 1.0), choice(CHAIN, 1, 1.02)])[0].tree == CHAIN
 
 
-def test_sampled_chains_go_by_their_own_acceptance() -> None:
-    tuned = tune("x", 1.0, ranks_from([[3, 3, 3]] * 12), FREE, acceptance=[0.5, 0.4])
-    assert [one["tokens_per_pass"] for one in tuned.prediction["chain"]] == pytest.approx([1.5, 1.7])
-    assert tuned.prediction["trees"][0]["tokens_per_pass"] > 1.5  # of fixed rank: the ranks count
+def test_sampled_drafts_get_a_chain_by_hand() -> None:
+    """1.5, 1.7, 1.72 tokens a pass; reading 1, 2, 3, 4 tokens costs 10, 11, 12, 13 ms: 1.36, 1.42, 1.32."""
+    tuned = tune_sampled("x", 1.0, [1.5, 1.7, 1.72], CostModel(0, Curve((1, 4), (10.0, 13.0))))
+    assert tuned.prediction["chain"] == [
+        {"gamma": gamma, "tokens_per_pass": tau, "ms": pytest.approx(10 + gamma), "speed_up": pytest.approx(speed_up)}
+        for gamma, tau, speed_up in ((1, 1.5, 15 / 11), (2, 1.7, 17 / 12), (3, 1.72, 17.2 / 13))
+    ]
+    assert tuned.prediction["trees"] == [] and tuned.prediction["best"]["tree"] == CHAIN
+    assert tuned.paths == [(0,), (0, 0)] and (tuned.prediction["drafter"], tuned.prediction["temperature"]) == (
+        "x",
+        1.0,
+    )
+    assert tune_sampled("x", 1.0, [1.001], FREE).best == Choice(NONE, 0, 0, 1.0, 10.0, 1.0)
+    nothing = {"drafter": "x", "temperature": 1.0, "chain": [], "trees": [], "best": None}
+    assert tune_sampled("x", 1.0, [], FREE).prediction == nothing
 
 
 def test_held_out_texts_judge() -> None:
@@ -137,7 +159,7 @@ def test_free_drafts_take_all_nodes_and_limits_hold() -> None:
     speeds = [tree["speed_up"] for tree in trees.prediction["trees"]]
     assert speeds[-1] == max(speeds) and all(tree["levels"] <= 3 for tree in trees.prediction["trees"])
     assert all(max(path) <= 1 for path in trees.paths)
-    check_tree(trees.paths)
+    assert len(StaticTree.of_paths(trees.paths).paths) == len(trees.paths)  # no parent is missing
 
 
 # --- against decoding ---

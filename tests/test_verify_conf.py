@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.measure import unescaped
 from tests.commands import config, refusal, workplace  # noqa: F401
 
 
@@ -33,7 +34,7 @@ def test_short_forms_of_eval(run: str, workplace: Path) -> None:  # noqa: F811
         (["drafter=nowhere"], "drafter_path=nowhere: no such file or folder"),
         (["drafter=[ngram,ngram]"], "drafter_path=['ngram', 'ngram']: names the same drafter twice"),
         (["drafter_path=[]"], "drafter_path=[]: must be a folder, ngram, model:TARGET, or a list"),
-        (["drafter_path=[1]"], "drafter_path=1: must be a folder"),
+        (["drafter_path=[1]"], "drafter_path=[1]: must be a folder"),
         (["verify.tree=none.json"], "verify.tree=none.json: no such file"),
         (["verify.tree=dynamic", "verify.tune=true"], "verify.tree=dynamic: verify.tune chooses the tree"),
         (["verify.draws=some"], "verify.draws=some: must be one of without_replacement"),
@@ -72,3 +73,18 @@ def test_keys_without_effect_are_told(capsys: pytest.CaptureFixture[str]) -> Non
     told = capsys.readouterr().out
     assert "verify.gamma has no effect: verify.tree has levels of its own" in told
     assert "verify.min_p has no effect: verify.temperatures are all 0" in told
+
+
+def test_reports_of_other_drafters_do_not_replace_the_runs_own(run: str) -> None:
+    assert config(f"drafter={run}", job="eval").name == "mine"
+    assert config("drafter=ngram", job="eval").name == "compared"
+    assert config(f"drafter=[{run},ngram]", job="eval").name == "compared"
+    assert config(f"drafter={run}", "name=other", job="eval").name == "other"
+    assert config("verify.gamma=2", job="eval").name == "debug"
+    assert config(f"drafter={run}", job="export").name == "debug"
+
+
+def test_line_ends_may_stop_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config(r"verify.stop=['\n\n',' ','None']", job="eval").verify.stop == [r"\n\n", " ", "None"]
+    assert "verify.stop" in refusal(capsys, "verify.stop=['']", job="eval")
+    assert unescaped(r"a\n\tb") == "a\n\tb"

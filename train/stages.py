@@ -61,7 +61,10 @@ def walk(cfg: Config) -> float | None:
 
 def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None:
     """What :func:`walk` does, in a run folder that nobody else writes."""
+    from eval.run import check_settings
+
     main = accelerator.is_main_process
+    check_settings(cfg.verify)  # not after hours of training
     settle_config(cfg, run_dir, begun=has_begun(run_dir), write=main)
     inputs = gather(cfg, accelerator, run_dir)
     fitted = fit(cfg, accelerator, run_dir, inputs)
@@ -204,14 +207,16 @@ def export(cfg: Config, run_dir: Path, fitted: Fitted) -> None:
 
 
 def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], Any]) -> None:
-    """Do the work unless its product is there and was made under the same key."""
+    """Do the work unless its product is there, was made under the same key, and is what was made then."""
     path = run_dir / STAGES
     done = read_stages(path)
-    if done.get(stage) == key and product.exists():
+    own = f"{stage} product"  # another command may have written a product of its own
+    if done.get(stage) == key and product.exists() and done.get(own) in (None, *file_digests(product)):
         log.info("%s: up to date, %s", stage, product)
         return
     work()
-    write_atomic(path, json.dumps(done | {stage: key}, indent=1) + "\n")
+    made = {stage: key} | ({own: file_digests(product)[0]} if product.exists() else {})
+    write_atomic(path, json.dumps(done | made, indent=1) + "\n")
 
 
 def read_stages(path: Path) -> dict[str, str]:
