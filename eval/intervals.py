@@ -2,7 +2,7 @@
 
 Prompts are drawn again with replacement (Efron's percentile method), never single passes: the passes of one answer are
 alike. Two drafters measured on the same prompts are compared on the same draws, so that what makes a prompt easy or
-hard for both cancels.
+hard for both cancels. Below MIN_PROMPTS there is no interval.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import numpy as np
 
 RESAMPLES = 2000
 BOUNDS = (0.025, 0.975)
+# Prompts with something to divide by that an interval needs. Of one prompt every draw is the same. Of two the bounds
+# are their own two values, on the same side of the truth half of the time: nothing like 95%.
+MIN_PROMPTS = 3
 AT_ONCE = 1 << 22  # drawn prompt numbers in memory at a time
 
 Interval = tuple[float, float]
@@ -40,6 +43,8 @@ class Sums(NamedTuple):
 
 
 class Estimate(NamedTuple):
+    """interval: None where too few prompts can tell."""
+
     value: float | None
     interval: Interval | None
 
@@ -58,7 +63,8 @@ def estimate(sums: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> Estima
 def estimates(measured: Sequence[Sums], *, resamples: int = RESAMPLES, seed: int = 0) -> list[Estimate]:
     """Several pooled ratios on the same prompts, each with its interval, from the same draws."""
     drawn = resampled(measured, resamples, seed) if measured else []
-    return [Estimate(sums.ratio, percentiles(ratios)) for sums, ratios in zip(measured, drawn, strict=True)]
+    pairs = zip(measured, drawn, strict=True)
+    return [Estimate(sums.ratio, percentiles(ratios) if enough(sums) else None) for sums, ratios in pairs]
 
 
 def difference(a: Sums, b: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
@@ -66,7 +72,7 @@ def difference(a: Sums, b: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -
     first, second = resampled([a, b], resamples, seed)
     if a.ratio is None or b.ratio is None:
         return Estimate(None, None)
-    return Estimate(a.ratio - b.ratio, percentiles(first - second))
+    return Estimate(a.ratio - b.ratio, percentiles(first - second) if enough(a, b) else None)
 
 
 def quotient(a: Sums, b: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
@@ -75,7 +81,13 @@ def quotient(a: Sums, b: Sums, *, resamples: int = RESAMPLES, seed: int = 0) -> 
     if a.ratio is None or not b.ratio:
         return Estimate(None, None)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return Estimate(a.ratio / b.ratio, percentiles(first / second))
+        return Estimate(a.ratio / b.ratio, percentiles(first / second) if enough(a, b) else None)
+
+
+def enough(*measured: Sums) -> bool:
+    """Whether at least MIN_PROMPTS prompts can tell, in every one of the measurements."""
+    able = np.logical_and.reduce([sums.bottom > 0 for sums in measured])
+    return int(able.sum()) >= MIN_PROMPTS
 
 
 def resampled(measured: Sequence[Sums], resamples: int, seed: int) -> list[np.ndarray]:

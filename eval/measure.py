@@ -165,11 +165,13 @@ class Measured:
         }
 
     def cost(self, drafted: Decoded, plain: Decoded) -> dict[str, Any]:
-        """Costs in plain forwards; of a chain also what the formula makes of its acceptance and c."""
+        """Costs in plain forwards; of a chain also what the formula makes of its acceptance and c (not of n-grams,
+        which leave passes without drafts)."""
         found = compare_costs(speed(drafted), speed(plain))
         passes = [one for answer in drafted.answers for one in answer.out.rounds]
         chain = [one.accepted for one in passes], [one.drafted for one in passes]
-        return found | {"theory": theory(*chain, found["draft"]) if self.candidate.is_chain else None}
+        told = self.candidate.is_chain and self.candidate.kind != "ngram"
+        return found | {"theory": theory(*chain, found["draft"]) if told else None}
 
     @property
     def drafts(self) -> str:

@@ -23,6 +23,7 @@ from data.masks.template import ChatTemplate
 from data.prepare import TargetFiles, chat_template
 from eval.metrics import NO_CATEGORY
 from models.errors import EyasError
+from models.visible import visible
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +105,10 @@ def read_prompts(
     limit: int,
     context: int | None = None,
     dialect: Dialect | None = None,
+    tuning: int = 0,
 ) -> list[Prompt]:
-    """``limit`` usable prompts of a file; says how many, and why other rows are not used.
+    """``limit`` usable prompts of a file, the last ``tuning`` of them for verify.tune; says how many, and why other
+    rows are not used.
 
     Where any of the first ``limit`` rows has a category, the categories take turns: benchmarks list them in blocks, so
     that the first rows would be of one kind. Of each category, and of a file without any, prompts come in the order of
@@ -122,12 +125,16 @@ def read_prompts(
     if rejects.rejected:
         log.warning("verify.prompts: %s", rejects.table())
     if not found:
-        raise EyasError(
-            f'verify.prompts={path}: no usable prompt; rows are {{"turns": [...]}} or conversations'
-            + "".join(f"\n{place.file}, row {place.row}: {place.reason}" for place in rejects.first.values())
-        )
-    _say_chosen(found, rejects.rows)
+        raise EyasError(f"verify.prompts={path}: no usable prompt" + _why_none(rejects, fitting))
+    _say_chosen(found, rejects.rows, limit, tuning)
     return found
+
+
+def _why_none(rejects: RejectLog, fitting: Fitting) -> str:
+    why = f"; {fitting.told()}" if fitting.passed else ""
+    if rejects.rejected or not fitting.passed:
+        why += '; rows are {"turns": [...]} or conversations'
+    return why + "".join(f"\n{place.file}, row {place.row}: {place.reason}" for place in rejects.first.values())
 
 
 def shelves_of(questions: Iterator[Questions], limit: int) -> list[Iterable[Questions]]:
@@ -171,13 +178,18 @@ def _asked(shelf: Iterable[Questions], template: Template, rejects: RejectLog, f
             yield prompt
 
 
-def _say_chosen(prompts: Sequence[Prompt], rows: int) -> None:
+def _say_chosen(prompts: Sequence[Prompt], rows: int, limit: int, tuning: int) -> None:
     asked = sum(1 + len(prompt.later) for prompt in prompts)
-    log.info("verify.prompts: %d questions of %d rows, of %d rows read", asked, len(prompts), rows)
     categories = Counter(prompt.category for prompt in prompts)
-    if set(categories) != {None}:
+    plain = set(categories) == {None}
+    stopped = f", where reading stopped: {limit} were wanted" if plain and len(prompts) == limit else ""
+    log.info("verify.prompts: %d questions of %d rows, of %d rows read%s", asked, len(prompts), rows, stopped)
+    if tuning:
+        measured = min(len(prompts), limit - tuning)
+        log.info("verify.prompts: %d to measure on, %d for verify.tune", measured, len(prompts) - measured)
+    if not plain:
         told = (f"{count} of {name or NO_CATEGORY}" for name, count in categories.items())
-        log.info("verify.prompts: %s", ", ".join(told))
+        log.info("verify.prompts: %s", visible(", ".join(told), kept=""))
 
 
 def first_question(questions: Questions) -> list[Message]:
@@ -201,11 +213,15 @@ class Fitting:
         self.passed += not fits
         return fits
 
+    def told(self) -> str:
+        one = self.passed == 1
+        empty = "1 prompt is empty" if one else f"{self.passed} prompts are empty"
+        full = "" if self.context is None else f" or fill{'s' * one} the target's context of {self.context} tokens"
+        return empty + full
+
     def say(self) -> None:
         if self.passed:
-            log.warning(
-                "%d prompts are empty or fill the target's context of %s tokens: passed over", self.passed, self.context
-            )
+            log.warning("%s: passed over", self.told())
 
 
 def usable(prompts: Iterable[Prompt], *, limit: int, context: int | None) -> list[Prompt]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import yaml
@@ -41,6 +41,9 @@ __all__ = [
     "read_tree",
     "save_tree",
 ]
+
+A_TREE = "a list of paths of ranks such as [[0], [1], [0, 0]]"
+SHOWN = 60  # characters of a wrong entry
 
 Ranks = tuple[int, ...]  # of the nodes from the root's child down to a node
 
@@ -73,9 +76,14 @@ def fit(shape: Shape, name: str, max_depth: int | None, vocab: int) -> Shape:
     """The shape trimmed to a drafter, with a warning if that takes something away; ``name``: what to call it."""
     fitted, dropped = shape.trimmed(max_depth, vocab)
     if dropped:
-        reach = f"{vocab} tokens" if max_depth is None else f"{max_depth} levels and {vocab} tokens"
-        log.warning("%s: %d nodes are left out, the drafter has %s", name, dropped, reach)
+        log.warning("%s: %d nodes are left out, the drafter has %s", name, dropped, reach(max_depth, vocab))
     return fitted
+
+
+def reach(max_depth: int | None, vocab: int) -> str:
+    """What a drafter can draft, in words."""
+    levels = "" if max_depth is None else f"{max_depth} level{'s' * (max_depth != 1)} and "
+    return f"{levels}{vocab} tokens"
 
 
 class Step(NamedTuple):
@@ -103,15 +111,15 @@ class StaticTree:
         numbers: dict[Ranks, int] = {}
         for number, entry in enumerate(paths, 1):
             if not isinstance(entry, (list, tuple)) or not entry:
-                raise EyasError(f"entry {number} ({entry!r}): must be a list of ranks such as [0, 1]")
+                raise EyasError(f"{_named(number, entry)}: must be a list of ranks such as [0, 1]")
             if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in entry):
-                raise EyasError(f"entry {number} ({entry!r}): ranks are whole numbers, 0 for the likeliest token")
+                raise EyasError(f"{_named(number, entry)}: ranks are whole numbers, 0 for the likeliest token")
             if (path := tuple(entry)) in numbers:
-                raise EyasError(f"entry {number} ({entry!r}): the same as entry {numbers[path]}")
+                raise EyasError(f"{_named(number, entry)}: the same as entry {numbers[path]}")
             numbers[path] = number
         for path, number in numbers.items():
             if len(path) > 1 and path[:-1] not in numbers:
-                raise EyasError(f"entry {number} ({list(path)}): its parent {list(path[:-1])} is missing")
+                raise EyasError(f"{_named(number, list(path))}: its parent {_shown(list(path[:-1]))} is missing")
         if not numbers:
             raise EyasError("a tree needs at least one path")
         return cls(tuple(sorted(numbers, key=lambda path: (len(path), path))))
@@ -132,7 +140,7 @@ class StaticTree:
         deepest = self.levels if max_depth is None else max_depth
         kept = tuple(path for path in self.paths if len(path) <= deepest and max(path) < vocab)
         if not kept:
-            raise EyasError(f"verify.tree: none of its nodes is within {deepest} levels and ranks below {vocab}")
+            raise EyasError(f"verify.tree: none of its nodes can be drafted, the drafter has {reach(max_depth, vocab)}")
         return StaticTree(kept), len(self.paths) - len(kept)
 
     @cached_property
@@ -195,6 +203,19 @@ class StaticTree:
         """The tokens before each row of a level: the confirmed ones and the parent's path."""
         rows = ((slot, parent) for slot in active for parent in step.parents)
         return [[*start.texts[slot], *(found[slot].told[n] for n in self.lines[parent])] for slot, parent in rows]
+
+
+def _named(number: int, entry: object) -> str:
+    return f"entry {number} ({_shown(entry)})"
+
+
+def _shown(entry: object) -> str:
+    """An entry of a tree file as a message shows it, whatever it is."""
+    try:
+        text = repr(entry)
+    except (ValueError, RecursionError):  # a number of thousands of digits, which YAML can write in hexadecimal
+        return "too long to show"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def chain(gamma: int) -> StaticTree:
@@ -282,23 +303,47 @@ def classic(name: str) -> StaticTree:
 def read_tree(file: str | Path) -> StaticTree:
     """A static tree from JSON or YAML: a list of paths, or a mapping with that list under ``paths``.
 
-    Raises EyasError that names the file and the entry.
+    Raises EyasError that names ``verify.tree``, the file and the entry.
     """
     path = Path(file)
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise EyasError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise EyasError(f"{path}: not a list of paths: {' '.join(str(error).split())}") from error
-    paths = content.get("paths") if isinstance(content, dict) else content
-    if not isinstance(paths, list):
-        raise EyasError(f"{path}: must hold a list of paths of ranks such as [[0], [1], [0, 0]]")
-    try:
+        content = _content(path)
+        paths = content.get("paths") if isinstance(content, dict) else content
+        if not isinstance(paths, list):
+            raise EyasError(f"must hold {A_TREE}")
         return StaticTree.of_paths(paths)
     except EyasError as error:
-        raise EyasError(f"{path}: {error}") from error
+        raise EyasError(f"verify.tree={path}: {error}") from error
+
+
+def _content(path: Path) -> Any:
+    """What a file of JSON or YAML holds. Raises EyasError that says why it can't be read, without its name."""
+    is_json = path.suffix == ".json"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if not text.strip():
+            raise EyasError(f"the file is empty; it must hold {A_TREE}")
+        return json.loads(text) if is_json else yaml.safe_load(text)
+    except EyasError:
+        raise
+    except IsADirectoryError:
+        raise EyasError(f"is a folder; give a file that holds {A_TREE}") from None
+    except FileNotFoundError:
+        raise EyasError(f"no such file (looked in {Path.cwd()})") from None
+    except OSError as error:
+        raise EyasError(f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise EyasError("is not UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise EyasError(f"is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f": {getattr(error, 'problem', None)} in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise EyasError(f"is not valid YAML{where}") from error
+    except RecursionError as error:
+        raise EyasError(f"is nested too deeply; it must hold {A_TREE}") from error
+    except (ValueError, LookupError, AttributeError) as error:  # thousands of digits; what YAML makes of bad dates
+        raise EyasError(f"holds a value that is no rank; it must hold {A_TREE}") from error
 
 
 def save_tree(file: str | Path, tree: StaticTree, about: str) -> None:

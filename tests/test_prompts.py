@@ -58,7 +58,8 @@ def test_user_turns_by_role(row: Any, expected: tuple[str, ...]) -> None:
         (turns(("human", "q"), ("gpt", "a"), ("human", " ")), "empty_turn"),
         (turns(("gpt", "a")), "no_user_turn"),
         ({"turns": []}, "empty_conversation"),
-        ({"turns": "q"}, "no_conversation_column"),
+        ({"turns": "q"}, "bad_turn"),
+        ({"turns": None, "frage": "q"}, "no_conversation_column"),
         ({"turns": ["q", 3]}, "bad_turn"),
         ({"turns": [""]}, "empty_turn"),
         (turns(("humman", "q")), "unknown_role"),
@@ -69,6 +70,14 @@ def test_rows_without_questions_are_named(row: Any, expected: str) -> None:
     with pytest.raises(RowRejected) as caught:
         questions_of(Row("f", 1, row), DIALECT)
     assert caught.value.reason == expected
+
+
+@pytest.mark.parametrize(("given", "found"), [("hi", "text"), (3, "a number"), ({"a": 1}, "an object")])
+def test_turns_that_are_no_list_are_told(given: Any, found: str) -> None:
+    with pytest.raises(RowRejected) as caught:
+        questions_of(Row("f", 1, {"turns": given}), DIALECT)
+    assert caught.value.detail == f"turns: expected a list of questions or turns, found {found}"
+    assert asked({"turns": given, "prompt": "q"}) == ("q",)  # it may mean something else beside a question
 
 
 def test_read_questions_counts_every_row(tmp_path: Path) -> None:
@@ -179,7 +188,8 @@ def test_a_prompt_that_cannot_be_asked_is_replaced_by_one_of_its_category(
         prompts = read_prompts(str(tmp_path / "p.jsonl"), TEMPLATE, limit=3, context=4)
     assert [(p.ids, p.category) for p in prompts] == [([66], "a"), ([68], "b"), ([70], None)]
     assert "3 questions of 3 rows, of 7 rows read" in caplog.text and "1 of a, 1 of b, 1 of none" in caplog.text
-    assert "1 prompts are empty or fill the target's context of 4 tokens" in caplog.text
+    assert "1 prompt is empty or fills the target's context of 4 tokens: passed over" in caplog.text
+    assert "wanted" not in caplog.text  # the whole file was read
 
 
 def test_without_categories_a_file_is_read_only_as_far_as_needed(
@@ -188,7 +198,48 @@ def test_without_categories_a_file_is_read_only_as_far_as_needed(
     path = benchmark(tmp_path / "p.jsonl", (None, "ABCDEF"), ("math", "G"))
     with caplog.at_level("INFO"):
         prompts = read_prompts(path, TEMPLATE, limit=2)
-    assert [p.ids for p in prompts] == [[65], [66]] and "of 2 rows read" in caplog.text
+    assert [p.ids for p in prompts] == [[65], [66]]
+    assert "4 questions of 2 rows, of 2 rows read, where reading stopped: 2 were wanted" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        read_prompts(str(tmp_path / "p.jsonl"), TEMPLATE, limit=3, tuning=2)
+    assert "of 3 rows read, where" in caplog.text and "1 to measure on, 2 for verify.tune" in caplog.text
+    caplog.clear()
+    benchmark(tmp_path / "few.jsonl", (None, "ABC"))
+    with caplog.at_level("INFO"):
+        read_prompts(str(tmp_path / "few.jsonl"), TEMPLATE, limit=8, tuning=6)
+    assert "of 3 rows read\n" in caplog.text and "2 to measure on, 1 for verify.tune" in caplog.text
+
+
+def test_where_no_prompt_can_be_used_the_error_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+
+    def told(*rows: Any, context: int | None = 3) -> str:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(EyasError) as caught:
+            read_prompts(str(path), TEMPLATE, limit=9, context=context)
+        return str(caught.value).removeprefix(f"verify.prompts={path}: no usable prompt")
+
+    full, rows = "3 prompts are empty or fill the target's context of 3 tokens", '; rows are {"turns": [...]}'
+    assert told(*({"prompt": text} for text in ("long", "very long", "abc"))) == f"; {full}"
+    assert told({"prompt": "long"}).startswith("; 1 prompt is empty or fills the target's context")
+    mixed = told(*({"prompt": text} for text in ("long", "very long", "abc")), {"turns": "hi"})
+    assert mixed == f"; {full}{rows} or conversations\n{path}, row 4: bad_turn"
+    assert told({"turns": "hi"}, context=None) == f"{rows} or conversations\n{path}, row 1: bad_turn"
+
+
+def test_categories_with_blanks_around_them_and_what_a_terminal_would_obey(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = benchmark(tmp_path / "p.jsonl", ("math", "A"), ("math ", "B"), (" ", "C"), ("\x1b[31mred\n", "D"))
+    with caplog.at_level("INFO"):
+        prompts = read_prompts(path, TEMPLATE, limit=9)
+    assert [p.category for p in prompts] == ["math", None, "\x1b[31mred", "math"]
+    assert "2 of math, 1 of none, 1 of \\x1b[31mred" in caplog.text and "\x1b" not in caplog.text
+    path = benchmark(tmp_path / "q.jsonl", ("two\nlines", "A"))
+    with caplog.at_level("INFO"):
+        read_prompts(path, TEMPLATE, limit=9)
+    assert "1 of two\\nlines" in caplog.text
 
 
 def test_the_next_question_is_of_the_same_prompt(tmp_path: Path) -> None:

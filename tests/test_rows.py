@@ -94,6 +94,29 @@ def test_a_file_without_json_stops_the_run(tmp_path: Path, text: str) -> None:
         told(tmp_path / "d", text)
 
 
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", b"\0" * 100, b"PK\3\4\x14", "caf\u00e9".encode("latin-1")])
+@pytest.mark.parametrize("key", ["data.valid_path", "verify.prompts"])
+def test_a_file_that_is_no_text_is_told_under_its_key_without_its_bytes(
+    tmp_path: Path, content: bytes, key: str
+) -> None:
+    (tmp_path / "d.jsonl").write_bytes(content)
+    for given in (tmp_path / "d.jsonl", tmp_path):
+        with pytest.raises(EyasError) as caught:
+            list(read_rows(str(given), key=key))
+        assert str(caught.value) == (
+            f"{key}={tmp_path}/d.jsonl: expected a JSON array of conversations or one JSON object a line, "
+            "found data that is no UTF-8 text"
+        )
+
+
+def test_a_text_of_another_kind_is_told_under_its_key(tmp_path: Path) -> None:
+    for name, text in (("d.csv", "a,b\n1,2\n"), ("d.md", "# h\u00e9ron\n"), ("d.parquet", "PAR1")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(EyasError, match=f"^verify.prompts={tmp_path}/{name}: ") as caught:
+            list(read_rows(str(tmp_path / name), key="verify.prompts"))
+        assert name == "d.parquet" or repr(text.strip()) in str(caught.value)
+
+
 def test_lines_that_end_in_carriage_returns(tmp_path: Path) -> None:
     assert told(tmp_path / "d", '\r{"a": 1}\r{"b" 2}\r\r{"c": [3]}\r') == [(2, A), (3, "broken_json"), (5, C)]
     assert told(tmp_path / "d", '{"a": 1}\r\n{"b": 2}\r\n') == [(1, A), (2, B)]

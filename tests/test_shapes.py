@@ -68,7 +68,7 @@ def test_paths_are_ordered_by_level() -> None:
         (["01"], r"entry 1 \('01'\): must be a list of ranks"),
         ([[0], [1], [0]], r"entry 3 \(\[0\]\): the same as entry 1"),
         ([[0], [1, 0]], r"entry 2 \(\[1, 0\]\): its parent \[1\] is missing"),
-        ([], "at least one path"),
+        ([], "a tree needs at least one path"),
     ],
 )
 def test_wrong_paths_are_named(entries: list[list[int]], message: str, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_wrong_paths_are_named(entries: list[list[int]], message: str, tmp_path:
         StaticTree.of_paths(entries)
     file = tmp_path / "tree.json"
     file.write_text(json.dumps(entries))
-    with pytest.raises(EyasError, match=f"^{file}: .*{message}"):
+    with pytest.raises(EyasError, match=f"^verify.tree={file}: {message}"):
         read_tree(file)
 
 
@@ -87,6 +87,8 @@ def test_files(tmp_path: Path) -> None:
         "about.json": '{"about": "why", "paths": [[0], [2], [0, 1]]}',
         "list.yaml": "- [0]\n- [2]\n- [0, 1]\n",
         "about.yml": "paths:\n- [0]\n- [2]\n- [0, 1]\n",
+        "marked.json": "\ufeff[[0], [2], [0, 1]]",
+        "marked.yaml": "\ufeff- [0]\n- [2]\n- [0, 1]\n",
     }.items():
         (tmp_path / name).write_text(text)
         assert read_tree(str(tmp_path / name)) == tree
@@ -98,21 +100,36 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b"[[0], [", "not a list of paths"),
-        ("a.yaml", b"- [0\n- [1", "not a list of paths"),
-        ("a.yaml", b"!!python/object/apply:os.getcwd []", "not a list of paths"),
-        ("a.json", b"\xff\xfe", "not a list of paths"),
-        ("a.json", b'{"tree": [[0]]}', "must hold a list of paths"),
+        ("a.json", b"[[0] [1]]", "is not valid JSON: Expecting ',' delimiter in line 1, column 6$"),
+        ("a.yaml", b"- [0\n- [1", "is not valid YAML: expected ',' or ']', but got '\\[' in line 2, column 3$"),
+        ("a.yaml", b"!!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("a.yaml", b"\x1b[31m", "is not valid YAML$"),
+        ("a.json", b"\xff\xfe[[0]]", "is not UTF-8 text$"),
+        ("a.json", b"[" * 100_000, "is nested too deeply; it must hold a list of paths"),
+        ("a.json", b"[[" + b"9" * 5000 + b"]]", "holds a value that is no rank; it must hold a list of paths"),
+        ("a.yaml", b"[[1], 2020-13-45]", "holds a value that is no rank; it must hold a list of paths"),
+        ("a.yaml", b"[!!timestamp x]", "holds a value that is no rank; it must hold a list of paths"),
+        ("a.yaml", b"[[-0x" + b"f" * 9000 + b"]]", "entry 1 \\(too long to show\\): ranks are whole numbers"),
+        ("a.json", b'[["' + b"x" * 99 + b'"]]', "entry 1 \\(\\['x{58}\\.\\.\\.\\): ranks are whole numbers"),
+        ("a.json", b"[[[0]]]", "entry 1 \\(\\[\\[0\\]\\]\\): ranks are whole numbers"),
+        ("a.json", b'{"tree": [[0]]}', "must hold a list of paths of ranks such as"),
         ("a.json", b"3", "must hold a list of paths"),
-        ("a.yaml", b"", "must hold a list of paths"),
-        ("a.json", None, "No such file"),
+        ("a.yaml", b"", "the file is empty; it must hold a list of paths"),
+        ("a.json", b"\xef\xbb\xbf \n", "the file is empty"),
+        ("a.json", None, "no such file"),
     ],
 )
 def test_wrong_files_are_named(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(EyasError, match=f"^{tmp_path / name}: .*{message}"):
+    with pytest.raises(EyasError, match=f"^verify.tree={tmp_path / name}: {message}") as caught:
         read_tree(tmp_path / name)
+    assert "sys." not in str(caught.value) and len(str(caught.value)) < len(str(tmp_path)) + 200
+
+
+def test_a_folder_is_no_tree_file(tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match=f"^verify.tree={tmp_path}: is a folder; give a file"):
+        read_tree(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "widths", "ranks"), [("medusa", [10, 28, 23, 2], 10), ("eagle1", [4, 8, 8, 3, 2], 4)])
@@ -131,8 +148,10 @@ def test_trimming_by_hand() -> None:
     # Rank 4 does not exist among four tokens: [4], all below it, and [0, 0, 4].
     assert tree.trimmed(None, 4) == (StaticTree.of_paths([[0], [1], [0, 0], [0, 0, 0]]), 4)
     assert chain(7).trimmed(4, 100) == (chain(4), 3)
-    with pytest.raises(EyasError, match="none of its nodes"):
-        StaticTree.of_paths([[3], [3, 0]]).trimmed(None, 3)
+    late = StaticTree.of_paths([[3], [3, 0]])
+    for levels, told in ((None, "3 tokens"), (1, "1 level and 3 tokens"), (2, "2 levels and 3 tokens")):
+        with pytest.raises(EyasError, match=f"none of its nodes can be drafted, the drafter has {told}$"):
+            late.trimmed(levels, 3)
     # Candidates: 4 + 4 * 16 = 68 at first, 3 + 1 * 9 = 12 with two levels and three tokens.
     assert DynamicTree(5, 4, 60).trimmed(2, 3) == (DynamicTree(2, 3, 60), 56)
     assert DynamicTree(5, 4, 60).trimmed(None, 4) == (DynamicTree(5, 4, 60), 0)

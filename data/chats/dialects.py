@@ -126,9 +126,9 @@ def id_of(value: Any, dialect: Dialect | None = None) -> str:
 
 
 def category_of(value: Any, dialect: Dialect) -> str:
-    """The category that a raw row gives itself, "" if none."""
+    """The category that a raw row gives itself, without blanks around it; "" if none."""
     found = _label(value, "category", CATEGORY, dialect)
-    return found if isinstance(found, str) else ""
+    return found.strip() if isinstance(found, str) else ""
 
 
 def _label(value: Any, column: str, names: tuple[str, ...], dialect: Dialect | None) -> Any:
@@ -249,4 +249,6 @@ def _history(history: Any) -> list[Any]:
 def _no_conversation(row: Mapping[str, Any]) -> tuple[str, list[Any]]:
     if any(row.get(key) is not None for key in ROLE_KEYS) and any(row.get(key) is not None for key in TEXT_KEYS):
         raise RowRejected("bare_turn", "expected an object with a list of turns, found one turn")
+    if row.get("turns") is not None:
+        raise RowRejected("bad_turn", f"turns: expected a list of questions or turns, found {kind(row['turns'])}")
     raise RowRejected("no_conversation_column", f"found the keys {', '.join(map(str, list(row)[:8])) or 'none'}")

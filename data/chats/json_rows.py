@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -21,6 +22,7 @@ from models.errors import EyasError
 
 CHUNK = 1 << 20  # read at a time
 HEAD = 1 << 20  # looked at to tell the shape
+SAMPLE = 1000  # characters looked at to tell text from other data
 Stream = io.BufferedReader | gzip.GzipFile
 
 _JSON = json.JSONDecoder(strict=False)
@@ -48,12 +50,19 @@ def read_json(stream: Stream, file: str) -> Iterator[Row]:
     elif _is_lines(text, newline):
         rows = (_parse_line(file, number, line) for number, line in _lines(pieces, newline.encode()))
     else:
-        raise EyasError(f"{file}: {_EXPECTED}, found {text[:40].strip()!r}")
+        raise EyasError(f"{file}: {_EXPECTED}, found {_beginning(text)}")
     row = Row(file, 0)
     for row in rows:
         yield row
     if pieces.cut and row.problem != "truncated_file":  # cut just behind a row
         yield Row(file, row.row + 1, problem="truncated_file", detail="the gzip stream is cut short")
+
+
+def _beginning(text: str) -> str:
+    """The first characters of a file, if they are text."""
+    if any(char not in "\t\r\n\f" and unicodedata.category(char) in ("Cc", "Cs") for char in text[:SAMPLE]):
+        return "data that is no UTF-8 text"
+    return repr(text[:40].strip())
 
 
 # --- which shape -------------------------------------------------------------------------------------------------

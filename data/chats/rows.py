@@ -151,7 +151,7 @@ def read_rows(given: Given | Iterable[Given], *, split: str = "train", key: str 
 def read_source(source: Source, *, split: str = "train", key: str = "data.path") -> Iterator[Row]:
     """Raw rows of one source."""
     if source.kind == "file":
-        rows = _read_file(Path(source.name))
+        rows = _read_file(Path(source.name), key)
     elif source.kind == "saved":
         rows = _read_saved_dataset(Path(source.name), split)
     else:
@@ -162,14 +162,17 @@ def read_source(source: Source, *, split: str = "train", key: str = "data.path")
         yield from (replace(row, input=source.input) for row in rows)
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _read_file(path: Path, key: str) -> Iterator[Row]:
     with path.open("rb") as raw:
         magic = raw.read(4)
         raw.seek(0)
-        if magic == b"PAR1":
-            yield from _read_parquet(path)
-            return
-        yield from read_json(gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw, str(path))
+        try:
+            if magic == b"PAR1":
+                yield from _read_parquet(path)
+            else:
+                yield from read_json(gzip.GzipFile(fileobj=raw) if magic[:2] == b"\x1f\x8b" else raw, str(path))
+        except EyasError as error:  # which begins with the file
+            raise EyasError(f"{key}={error}") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
