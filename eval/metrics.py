@@ -56,7 +56,8 @@ class Acceptance:
     rate[k]: share of all passes that accepted depth k (unconditional): tau = 1 + sum(rate).
     conditional[k]: the same among passes that accepted depth k - 1.
     interval, rate_interval[k], conditional_interval[k]: 95% percentile bootstrap over prompts of tau and of the rates,
-    all from the same draws; None where fewer than `eval.intervals.MIN_PROMPTS` prompts can tell. accepted_mean = tau - 1 (drafts only, no bonus).
+    all from the same draws; None where fewer than `eval.intervals.MIN_PROMPTS` prompts can tell.
+    accepted_mean = tau - 1 (drafts only, no bonus).
     """
 
     passes: int

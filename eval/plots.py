@@ -150,11 +150,12 @@ def speed_up(report: Mapping[str, Any]) -> Figure | None:
                     predicted(axes, report, prediction, key)
             axes.plot([], [], "*", ms=11, color="0.4", label="measured")
             axes.axhline(1, color="0.4", lw=0.8, ls=":")  # plain decoding
-            axes.set(ylabel="speed-up", ylim=(0, None))
+            axes.set(ylabel="speed-up")
             axes.set_xlabel("gamma: drafted tokens of a chain" if key == "chain" else "drafted tokens of a tree")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             any_here = any(p[key] for p in found if p["temperature"] == temperature)
             axes.set_title(f"T = {temperature:g}" + ("" if any_here else ": not predicted"), fontsize=10)
+        row[0].set_ylim(0, None)  # of all panels in the row, now that all points are in them
     legend(figure, [axes for row in grid for axes in row])
     return figure
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from data.look.statistics import encodable
 from eval.page import TokenText, page
-from eval.table import LOSSY, NONE, NOTE, WIDE, columns, comparisons, ordered, predictions, sections, shape
+from eval.table import LOSSY, NONE, NOTE, WIDE, columns, comparisons, legend, ordered, predictions, sections
 from eval.table import Table as Words
 from models.files import write_atomic
 from models.visible import visible
@@ -86,7 +86,7 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
     title = f"acceptance: {settings['target'] or 'target'}, {settings['prompts']} prompts{lossy}"
     console.print(plain(title, console, "bold"))
     for drafter in report["drafters"]:
-        console.print(plain(f"  {drafter['name']}: {shape(drafter)}", console))
+        console.print(plain(f"  {legend(drafter)}", console))
     beside = max((console.width - NAME_WIDTH) // CELL_WIDTH, 1)
     if beside > len(report["drafters"]):  # all drafters of a temperature stay together
         beside -= beside % len(report["drafters"])

@@ -148,7 +148,9 @@ def find_prompts(cfg: Config, template: ChatTemplate | PlainText, context: int |
     wanted = verify.max_prompts + (verify.tune_prompts if verify.tune else 0)
     if verify.prompts is not None:
         dialect = Dialect.of_section(data)
-        found = read_prompts(verify.prompts, template, limit=wanted, context=context, dialect=dialect)
+        found = read_prompts(
+            verify.prompts, template, limit=wanted, context=context, dialect=dialect, tuning=wanted - verify.max_prompts
+        )
         check_training_data(data, verify.prompts)
         return found, Path(verify.prompts).name
     if isinstance(template, PlainText):

@@ -9,6 +9,7 @@ VERSION = 2  # of report.json's structure
 NONE = "-"
 WIDE = 38  # characters of a cell with the intervals of two rates
 LOSSY = "LOSSY"
+TOO_FEW = "too few prompts"
 NOTE = (
     "rate per depth: share of all passes that accepted it (of those that accepted the depth before). c: a level of "
     "drafts over a plain forward. Leviathan's formula: every depth accepts alpha, and a verification takes no longer "
@@ -48,9 +49,20 @@ class Table(NamedTuple):
 
 
 def ordered(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The runs by temperature, so that drafters stand side by side; otherwise in the order of the report."""
+    """The runs by temperature, so that drafters stand side by side; otherwise in the order of the report.
+
+    Their ``drafts`` also say what the settings make of the depth.
+    """
     temperatures = list(dict.fromkeys(run["temperature"] for run in report["runs"]))
-    return sorted(report["runs"], key=lambda run: temperatures.index(run["temperature"]))
+    limited = [{**run, "drafts": run["drafts"] + _limits(report["settings"])} for run in report["runs"]]
+    return sorted(limited, key=lambda run: temperatures.index(run["temperature"]))
+
+
+def _limits(settings: Mapping[str, Any]) -> str:
+    """verify.adaptive and verify.off_above in words."""
+    adaptive = ", adaptive depth" if settings.get("adaptive") else ""
+    most = settings.get("off_above")
+    return adaptive + ("" if most is None else f", off above a batch of {most}")
 
 
 def columns(runs: Iterable[Mapping[str, Any]]) -> list[Column]:
@@ -83,7 +95,8 @@ def _acceptance(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     yield _line(runs, "  mean over prompts", "acceptance", "per_prompt_mean")
     yield _line(runs, "  uncut (engines)", "uncut", "tau")
     yield _line(runs, "simulated tau", "simulated", "tau")
-    yield _line(runs, "  against measured", "simulated", "difference", form="{:+.1%}")
+    yield _line(runs, "  measured, counted alike", "simulated", "measured")
+    yield _line(runs, "  simulated against it", "simulated", "difference", form="{:+.1%}")
     yield _line(runs, "passes", "acceptance", "passes", form="{:,d}")
     yield _line(runs, "questions", "questions", form="{:,d}")
 
@@ -183,28 +196,31 @@ def comparisons(report: Mapping[str, Any]) -> Table:
                 f"{found['temperature']:g}",
                 NONE if found["tau_difference"] is None else f"{found['tau_difference']:+.3f}",
                 interval(found["interval"], "{:+.3f}"),
-                verdict(found["interval"], 0.0, "better", "worse"),
+                verdict(found["tau_difference"], found["interval"], 0.0, "better", "worse"),
                 NONE if ratio is None else f"{ratio:.2f}x",
                 interval(speed),
-                verdict(speed, 1.0, "faster", "slower"),
+                verdict(ratio, speed, 1.0, "faster", "slower"),
             ]
         )
     return Table("paired comparison on the same prompts", headings, _filled(headings, rows), 2)
 
 
-def verdict(bounds: Sequence[float] | None, even: float, above: str, below: str) -> str:
-    """A word on an interval: ``above`` or ``below`` if it excludes ``even``, "unclear" if not."""
+def verdict(value: float | None, bounds: Sequence[float] | None, even: float, above: str, below: str) -> str:
+    """A word on a value and its interval: ``above`` or ``below`` if that excludes ``even``, "unclear" if not."""
     if bounds is None:
-        return NONE
+        return NONE if value is None else TOO_FEW
     low, high = bounds
     return above if low > even else below if high < even else "unclear"
 
 
 def predictions(report: Mapping[str, Any]) -> Table:
     """What the cost model thinks best for each run, beside what was measured with the tree that was used."""
-    headings = ["drafter", "T", "best", "tokens a pass", "predicted", "for the one used", "measured"]
-    model, rows = report["cost_model"], []
-    for found in model["predictions"] if model else ():
+    headings = ["drafter", "T", "best", "tokens a pass", "predicted", "for the size used", "measured"]
+    title = "cost model: speed-up predicted from measured costs"
+    rows, known = [], _predicted(report)
+    if any(found["drafter"] in _ngrams(report) for found in known):
+        title += " (none for n-grams: what they find depends on the text)"
+    for found in known:
         best = found["best"]
         used = predicted_as_used(report, found)
         measured = measured_speed_up(report, found["drafter"], found["temperature"])
@@ -219,7 +235,28 @@ def predictions(report: Mapping[str, Any]) -> Table:
                 NONE if measured is None else f"{measured:.2f}x",
             ]
         )
-    return Table("cost model: speed-up predicted from measured costs", headings, _filled(headings, rows), 1)
+    return Table(title, headings, _filled(headings, rows), 1)
+
+
+def _predicted(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The predictions, and for each run of n-grams, which have none, one without numbers."""
+    found: list[Mapping[str, Any]] = [*report["cost_model"]["predictions"]] if report["cost_model"] else []
+    there = {(prediction["drafter"], prediction["temperature"]) for prediction in found}
+    for run in report["runs"] if found else ():
+        if run["drafter"] in _ngrams(report) and (run["drafter"], run["temperature"]) not in there:
+            about = {"drafter": run["drafter"], "temperature": run["temperature"]}
+            found.append({**about, "chain": [], "trees": [], "best": None})
+    return found
+
+
+def _ngrams(report: Mapping[str, Any]) -> list[str]:
+    return [drafter["name"] for drafter in report["drafters"] if drafter["kind"] == "ngram"]
+
+
+def legend(drafter: Mapping[str, Any]) -> str:
+    """A drafter of the report in words: its name, tree, and where it was loaded from."""
+    source = f", from {drafter['path']}" if drafter["path"] else ""
+    return f"{drafter['name']}: {shape(drafter)}{source}"
 
 
 def shape(drafts: Mapping[str, Any]) -> str:
@@ -232,12 +269,12 @@ def shape(drafts: Mapping[str, Any]) -> str:
 
 
 def predicted_as_used(report: Mapping[str, Any], prediction: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The prediction for what the drafter was measured with, if that was a chain or the best tree found."""
+    """The prediction for a chain, or a static tree, of as many nodes and levels as the drafter was measured with."""
     used = next(drafter for drafter in report["drafters"] if drafter["name"] == prediction["drafter"])
     if used["tree"] == "chain":
         return next((p for p in prediction["chain"] if p["gamma"] == used["levels"]), None)
     key = used["nodes"], used["levels"]
-    trees = prediction["trees"] if used["tree"] == "static" and report["settings"].get("tuned") else ()
+    trees = prediction["trees"] if used["tree"] == "static" else ()
     return next((p for p in trees if (p["nodes"], p["levels"]) == key), None)
 
 

@@ -112,6 +112,7 @@ class Faker:
         return {
             "prompt": number,
             "turn": turn,
+            "id": f"questions.jsonl:{number + 1}",
             "category": category,
             "drafter": fake.name,
             "temperature": temperature,
@@ -246,7 +247,8 @@ class Faker:
             fake.name: [{"level": level, "nodes": 1, "ms": fake.draft_ms} for level in range(fake.levels)]
             for fake in self.fakes
         }
-        predictions = [prediction(next(f for f in self.fakes if f.name == run["drafter"]), run) for run in runs]
+        models = {fake.name: fake for fake in self.fakes if fake.kind != "ngram"}
+        predictions = [prediction(models[run["drafter"]], run) for run in runs if run["drafter"] in models]
         return {"past": 256, "target": target, "draft": draft, "predictions": predictions}
 
 

@@ -20,21 +20,38 @@ def test_two_prompts_have_four_draws() -> None:
     assert found.tolist() == [1.0, 1.5, 3.0]
     # 4000 draws: the standard error of a quarter is 0.007, of a half 0.008; five of them
     assert times / 4000 == pytest.approx([0.25, 0.5, 0.25], abs=0.04)
-    assert estimate(sums) == (1.5, (1.0, 3.0))
+    assert estimate(sums) == (1.5, None)  # two prompts are too few
+
+
+def test_three_prompts_are_enough() -> None:
+    """1 of 27 draws is thrice the same prompt, more than the 2.5% beyond a bound: 3, 1 and 2 tokens a pass."""
+    assert estimate(tau_sums([[2], [0, 0, 0], [1]])) == (8 / 5, (1.0, 3.0))
 
 
 def test_paired_difference_and_quotient_of_two_prompts() -> None:
     """Tokens / passes of drafter x: 6/2, 2/2; of y: 3/2, 4/4, on the same two prompts.
 
-    Draws aa, ab, ba, bb: x 3, 2, 2, 1; y 1.5, 7/6, 7/6, 1; x - y: 1.5, 5/6, 5/6, 0; x / y: 2, 12/7, 12/7, 1.
+    Draws aa, ab, ba, bb: x 3, 2, 2, 1; y 1.5, 7/6, 7/6, 1; x - y: 1.5, 5/6, 5/6, 0; x / y: 2, 12/7, 12/7, 1. With a
+    third prompt like b there are intervals: aaa is 1 of 27 draws, bbb and its like 8; the values 10/6 and 11/10.
     """
     x, y = Sums.of([6, 2], [2, 2]), Sums.of([3, 4], [2, 4])
     first, second = resampled([x, y], 1000, 3)
     pairs = {(round(a, 6), round(b, 6)) for a, b in zip(first, second, strict=True)}
     assert pairs == {(3.0, 1.5), (2.0, round(7 / 6, 6)), (1.0, 1.0)}
-    for found, value, interval in ((difference(x, y), 5 / 6, (0.0, 1.5)), (quotient(x, y), 12 / 7, (1.0, 2.0))):
+    assert (difference(x, y).value, quotient(x, y).value) == pytest.approx((5 / 6, 12 / 7))
+    assert difference(x, y).interval is quotient(x, y).interval is None
+    x, y = Sums.of([6, 2, 2], [2, 2, 2]), Sums.of([3, 4, 4], [2, 4, 4])
+    for found, value, interval in ((difference(x, y), 17 / 30, (0.0, 1.5)), (quotient(x, y), 50 / 33, (1.0, 2.0))):
         assert found.value == pytest.approx(value)
         assert found.interval == pytest.approx(interval)
+
+
+def test_both_sides_of_a_comparison_need_enough_of_the_same_prompts() -> None:
+    x = Sums.of([2, 4, 6, 0], [2, 2, 2, 0])
+    y = Sums.of([0, 2, 3, 4], [0, 1, 1, 1])
+    assert (difference(x, y), quotient(x, y)) == ((-1.0, None), (2 / 3, None))
+    y = Sums.of([2, 2, 3, 4], [1, 1, 1, 1])
+    assert None not in (difference(x, y).interval, quotient(x, y).interval)
 
 
 def test_four_prompts_percentiles_of_all_256_draws() -> None:
@@ -54,8 +71,8 @@ def test_four_prompts_percentiles_of_all_256_draws() -> None:
 
 def test_prompts_without_passes() -> None:
     """A prompt that ended with its first token has no pass: draws of it alone can't tell and are left out."""
-    found = estimate(tau_sums([[1], []]))
-    assert found == (2.0, (2.0, 2.0))
+    assert estimate(tau_sums([[1], [1], [1], []])) == (2.0, (2.0, 2.0))
+    assert estimate(tau_sums([[1], [1], []])) == (2.0, None)
     assert estimate(tau_sums([[], []])) == (None, None)
     assert estimate(tau_sums([])) == (None, None)
     assert difference(tau_sums([[1]]), tau_sums([[]])) == (None, None)

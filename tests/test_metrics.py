@@ -42,13 +42,21 @@ def test_passes_without_drafts_count_in_tau_but_not_for_engines() -> None:
 
 
 def test_pooled_and_per_prompt_means_differ() -> None:
-    """3 of 1 pass and 1 of 3 passes: pooled 1 + 3/4... not the mean of 3 and 1."""
-    found = acceptance([[2], [0, 0, 0], []], 2)
-    assert found.tau == 1 + 2 / 4
+    """2 of 1 pass, 0 of 3 passes and 1 of 1: pooled 1 + 3/5, not the mean of 3, 1 and 2."""
+    found = acceptance([[2], [0, 0, 0], [], [1]], 2)
+    assert found.tau == 1 + 3 / 5
     assert found.per_prompt_mean == 2.0
-    assert found.interval is not None
-    low, high = found.interval  # resampled prompts are (a,a), (a,b), (b,a) or (b,b): tau 3, 1.5, 1.5, 1
-    assert (low, high) == (1.0, 3.0)
+    assert found.interval == (1.0, 3.0)  # one in 27 draws is thrice the same prompt
+
+
+def test_too_few_prompts_have_no_interval() -> None:
+    """Two prompts with passes, and one without; of three, only two accepted a draft at depth 0."""
+    found = acceptance([[2], [0, 0, 0], []], 2)
+    assert (found.tau, found.interval) == (1.5, None)
+    assert found.rate_interval == found.conditional_interval == [None, None]
+    found = acceptance([[2], [0, 0, 0], [1]], 2)
+    assert None not in (found.interval, *found.rate_interval, found.conditional_interval[0])
+    assert (found.conditional[1], found.conditional_interval[1]) == (0.5, None)
 
 
 def test_interval_shrinks_with_prompts_and_holds_tau() -> None:
@@ -81,55 +89,62 @@ def test_what_is_only_shown_does_not_make_passes_differ() -> None:
 
 
 def test_categories_are_pooled_apart() -> None:
-    """writing: 2 and 0 of one pass each: 1 + 2/2. math: 1, 1, 3 of one prompt: 1 + 5/3. One prompt without a name."""
-    accepted = [[2], [1, 1, 3], [0], [4]]
-    found = by_category(accepted, ["writing", "math", "writing", None], 4)
+    """writing: 2, 0, 1 of one pass each: 1 + 3/3. math: 1, 1, 3 of one prompt: 1 + 5/3. One prompt without a name."""
+    accepted = [[2], [1, 1, 3], [0], [4], [1]]
+    found = by_category(accepted, ["writing", "math", "writing", None, "writing"], 4)
     assert list(found) == ["math", "none", "writing"]
     assert {name: one.tau for name, one in found.items()} == pytest.approx({"math": 8 / 3, "none": 5, "writing": 2})
-    assert (found["writing"].passes, found["writing"].histogram) == (2, [1, 0, 1, 0, 0])
-    assert found["writing"].interval == (1.0, 3.0)  # both prompts without an accepted draft up to both with two
-    assert found["math"].interval == (8 / 3, 8 / 3)  # one prompt is always itself
+    assert (found["writing"].passes, found["writing"].histogram) == (3, [1, 1, 1, 0, 0])
+    assert found["writing"].interval == (1.0, 3.0)  # thrice the prompt without an accepted draft, thrice that with two
+    assert found["math"].interval is found["none"].interval is None  # one prompt is always itself
     assert by_category([[1]], [None], 2) == {} == by_category([], [], 2)
 
 
 def test_tau_by_position() -> None:
     """Prompt of 3 tokens, so the first pass begins at 4; edges 0, 6, 8, 20.
 
-    Confirmed lengths: 4 (kept 3), 7 (kept 1), 8 (kept 4, of 5 accepted and a bonus: cut), and of a second generation
-    5 (kept 2), 7 (kept 2). Buckets: 0-6: accepted 2, 1; 6-8: 0, 1; 8-20: 3; none beyond.
+    Confirmed lengths: 4 (kept 3), 7 (kept 1), 8 (kept 4, of 5 accepted and a bonus: cut), of a second generation
+    5 (kept 2), 7 (kept 2), of a third as of the first 4 (kept 3), 7 (kept 1). Buckets: 0-6: accepted 2, 1, 2;
+    6-8: 0, 1, 0; 8-20: 3, too few for an interval; none beyond. From 6 on: 0 and 3 (5 tokens of 2 passes), 1, 0.
     """
-    rounds = [[Round(5, 2, 3), Round(5, 0, 1), Round(5, 5, 4)], [Round(5, 1, 2), Round(5, 1, 2)]]
-    assert by_position(rounds, [4, 5], (0, 6, 8, 20)) == [
-        {"from": 0, "to": 6, "passes": 2, "accepted": 3, "tau": 2.5, "interval": (2.0, 3.0)},
-        {"from": 6, "to": 8, "passes": 2, "accepted": 1, "tau": 1.5, "interval": (1.0, 2.0)},
-        {"from": 8, "to": 20, "passes": 1, "accepted": 3, "tau": 4.0, "interval": (4.0, 4.0)},
+    rounds = [[Round(5, 2, 3), Round(5, 0, 1), Round(5, 5, 4)], [Round(5, 1, 2)] * 2, [Round(5, 2, 3), Round(5, 0, 1)]]
+    first = {"from": 0, "to": 6, "passes": 3, "accepted": 5, "tau": pytest.approx(8 / 3), "interval": (2.0, 3.0)}
+    assert by_position(rounds, [4, 5, 4], (0, 6, 8, 20)) == [
+        first,
+        {"from": 6, "to": 8, "passes": 3, "accepted": 1, "tau": pytest.approx(4 / 3), "interval": (1.0, 2.0)},
+        {"from": 8, "to": 20, "passes": 1, "accepted": 3, "tau": 4.0, "interval": None},
     ]
-    assert by_position(rounds, [4, 5], (0, 6)) == [
-        {"from": 0, "to": 6, "passes": 2, "accepted": 3, "tau": 2.5, "interval": (2.0, 3.0)},
-        {"from": 6, "to": None, "passes": 3, "accepted": 4, "tau": pytest.approx(7 / 3), "interval": (2.0, 2.5)},
+    assert by_position(rounds, [4, 5, 4], (0, 6)) == [
+        first,
+        {"from": 6, "to": None, "passes": 4, "accepted": 4, "tau": 2.0, "interval": (1.0, 2.5)},
     ]
 
 
 def test_intervals_by_position_draw_prompts_not_answers() -> None:
-    """Two answers to one prompt (2 and 0 accepted), one to another (1): drawn are (a, b) as 2 passes with 2, or 1."""
-    rounds = [[Round(2, 2, 3)], [Round(2, 0, 1)], [Round(2, 1, 2)]]
-    (apart,), (joined,), (one,) = (by_position(rounds, [9] * 3, prompts=p) for p in (None, [4, 4, 7], [4, 4, 4]))
-    assert apart["interval"] == (1.0, 3.0)  # one in 27 draws is thrice the same answer
-    assert joined["interval"] == one["interval"] == (2.0, 2.0) and joined["tau"] == 2.0
-    rounds[2] = [Round(2, 0, 1)]
-    assert by_position(rounds, [9] * 3, prompts=[4, 4, 7])[0]["interval"] == (1.0, 2.0)
+    """Two answers to one prompt (2 and 0 accepted), one each to two others (1).
+
+    As prompts all draws have tau 2. Each answer by itself: the sum of four draws from 2, 0, 1, 1 is that of eight
+    coins; 0 has probability 1/256, up to 1 9/256: the bounds of 95% are 1 and 7 accepted in four passes.
+    """
+    rounds = [[Round(2, 2, 3)], [Round(2, 0, 1)], [Round(2, 1, 2)], [Round(2, 1, 2)]]
+    ways = None, [4, 4, 7, 8], [4, 4, 7, 7]
+    (apart,), (joined,), (two,) = (by_position(rounds, [9] * 4, prompts=prompts) for prompts in ways)
+    assert apart["interval"] == (1.25, 2.75)
+    assert joined["interval"] == (2.0, 2.0) and two["interval"] is None and joined["tau"] == two["tau"] == 2.0
+    rounds[2:] = [[Round(2, 0, 1)]] * 2
+    assert by_position(rounds, [9] * 4, prompts=[4, 4, 7, 8])[0]["interval"] == (1.0, 2.0)
 
 
 def test_intervals_of_rates_by_hand() -> None:
-    """Prompt a: 2 accepted of one pass, b: 1 and 0 of two. Draws aa, ab, ba, bb, a quarter each.
+    """Prompt a: 2 accepted of one pass, b and c: 1 and 0 of two. 1 of 27 draws is aaa, 8 have no a.
 
-    Depth 0: a 1 of 1, b 1 of 2: 1, 2/3, 2/3, 1/2. Depth 1 of all passes: 1, 1/3, 1/3, 0; of those that accepted depth
-    0: 1, 1/2, 1/2, 0. Depth 2: never; after depth 1, which draws of b alone don't reach: 0.
+    Depth 0: a 1 of 1, b 1 of 2: from 1/2 to 1. Depth 1, of all passes and of those that accepted depth 0: from 0 to 1.
+    Depth 2: never; of those that accepted depth 1, which only a did: no interval.
     """
-    found = acceptance([[2], [1, 0]], 3)
+    found = acceptance([[2], [1, 0], [1, 0]], 3)
     assert found.rate_interval == [(0.5, 1.0), (0.0, 1.0), (0.0, 0.0)]
-    assert found.conditional_interval == [(0.5, 1.0), (0.0, 1.0), (0.0, 0.0)]
-    never = acceptance([[0], [0]], 2)
+    assert found.conditional_interval == [(0.5, 1.0), (0.0, 1.0), None] and found.conditional[2] == 0.0
+    never = acceptance([[0], [0], [0]], 2)
     assert never.rate_interval == [(0.0, 0.0)] * 2 and never.conditional_interval == [(0.0, 0.0), None]
     assert acceptance([], 1).rate_interval == acceptance([], 1).conditional_interval == [None]
     assert (acceptance([[0]], 0).rate, acceptance([[0]], 0).rate_interval) == ([], [])
@@ -194,8 +209,8 @@ def test_identities(accepted: list[list[int]]) -> None:
     for depth, rate in enumerate(rates):  # unconditional = product of the conditional ones
         chain = [c if c is not None else 0.0 for c in found.conditional[: depth + 1]]
         assert rate == pytest.approx(math.prod(chain))
-    assert found.interval is not None
-    assert found.interval[0] <= found.interval[1]
-    for values, bounds in ((found.rate, found.rate_interval), (found.conditional, found.conditional_interval)):
-        assert len(values) == len(bounds) == 4
-        assert all((value is None) == (bound is None) for value, bound in zip(values, bounds, strict=True))
+    able = [sum(any(drafts >= depth for drafts in prompt) for prompt in accepted) for depth in range(4)]
+    assert (found.interval is not None) is (able[0] >= 3)
+    assert found.interval is None or found.interval[0] <= found.interval[1]
+    assert [bounds is not None for bounds in found.rate_interval] == [able[0] >= 3] * 4
+    assert [bounds is not None for bounds in found.conditional_interval] == [prompts >= 3 for prompts in able]

@@ -1,11 +1,10 @@
-"""report.json against its schema, the other files beside it, the tables in the terminal, and the plots."""
+"""report.json against its schema, the other files beside it, and the tables in the terminal."""
 
 from __future__ import annotations
 
 import copy
 import io
 import json
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,11 @@ import eval.run
 from conf.schema import VerifyConfig
 from eval.candidates import ngrams, trained
 from eval.measure import Bench
-from eval.origin import cut, origins
-from eval.plots import label, plots
 from eval.predict import measure_costs
 from eval.prompts import Prompt
 from eval.report import print_report, write_report
 from eval.run import run_bench
-from eval.table import WIDE, comparisons, predictions, sections, verdict
+from eval.table import WIDE, comparisons, legend, ordered, predictions, sections, verdict
 from models.eagle3 import Eagle3Drafter
 from models.target import Target
 from models.vocab import DraftVocab
@@ -46,6 +43,12 @@ def errors(report: Any) -> list[str]:
     """What is wrong with a report as a reader of report.json gets it."""
     read = json.loads(json.dumps(report, allow_nan=False))
     return [f"{found.json_path}: {found.message}" for found in Draft202012Validator(SCHEMA).iter_errors(read)]
+
+
+def wrong_rows(rows: Sequence[Any]) -> list[str]:
+    """What is wrong with rows of generations.jsonl."""
+    schema = Draft202012Validator({"$ref": "#/$defs/generation", "$defs": SCHEMA["$defs"]})
+    return [f"{found.json_path}: {found.message}" for row in rows for found in schema.iter_errors(row)]
 
 
 def text(report: dict[str, Any], width: int, encoding: str = "utf-8") -> str:
@@ -101,6 +104,13 @@ def test_real_reports_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         report = run_bench(bench, prompts, {}, tmp_path / rule, quiet=True)
         assert errors(report) == []
         assert json.loads((tmp_path / rule / "report.json").read_text()) == json.loads(json.dumps(report))
+        rows = [json.loads(line) for line in (tmp_path / rule / "generations.jsonl").read_text().splitlines()]
+        assert len(rows) == 4 * 2 * 2 and wrong_rows(rows) == []
+        assert any(spent["tokens"] for row in rows for spent in row["rounds"])
+        for row in rows:
+            assert len(row["output_ids"]) == 1 + sum(spent["kept"] for spent in row["rounds"])
+            assert all(len(spent["path"]) == spent["accepted"] <= spent["drafted"] for spent in row["rounds"])
+            assert all(len(spent["parents"]) == len(spent["tokens"]) for spent in row["rounds"])
         drawn = sorted(path.name for path in (tmp_path / rule / "plots").iterdir())
         assert drawn == [
             file for file in FILES if verify.costs or file not in ("predicted_speedup.png", "verify_cost.png")
@@ -145,6 +155,27 @@ def test_the_schema_refuses(fake: tuple[dict[str, Any], Any], change: Change, wh
     report = copy.deepcopy(fake[0])
     change(report)
     found = errors(report)
+    assert len(found) == 1 and found[0].startswith(where), found
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda row: row.pop("id"), "$:"),
+        (lambda row: row.update(seed=1), "$:"),
+        (lambda row: row.update(finish="bored"), "$.finish"),
+        (lambda row: row.update(prompt_ids=[]), "$.prompt_ids"),
+        (lambda row: row["output_ids"].append(-1), "$.output_ids["),
+        (lambda row: row["rounds"][0].pop("path"), "$.rounds[0]:"),
+        (lambda row: row["rounds"][0].update(kept=0), "$.rounds[0].kept"),
+        (lambda row: row["rounds"][0]["parents"].append(-2), "$.rounds[0].parents["),
+    ],
+)  # fmt: skip
+def test_the_schema_refuses_rows(fake: tuple[Any, list[dict[str, Any]]], change: Change, where: str) -> None:
+    row = json.loads(json.dumps(fake[1][0]))
+    assert wrong_rows([row]) == []
+    change(row)
+    found = wrong_rows([row])
     assert len(found) == 1 and found[0].startswith(where), found
 
 
@@ -262,10 +293,52 @@ def test_names_are_not_markup_and_need_no_unicode(fake: tuple[dict[str, Any], An
 
 def test_verdicts_by_hand() -> None:
     words = ("better", "worse")
-    assert verdict((0.1, 0.4), 0.0, *words) == "better"
-    assert verdict((-0.4, -0.1), 0.0, *words) == "worse"
-    assert verdict((-0.1, 0.3), 0.0, *words) == "unclear" == verdict((0.0, 0.3), 0.0, *words)
-    assert verdict(None, 0.0, *words) == "-"
+    assert verdict(0.2, (0.1, 0.4), 0.0, *words) == "better"
+    assert verdict(-0.2, (-0.4, -0.1), 0.0, *words) == "worse"
+    assert verdict(0.1, (-0.1, 0.3), 0.0, *words) == "unclear" == verdict(0.1, (0.0, 0.3), 0.0, *words)
+    assert verdict(0.2, None, 0.0, *words) == "too few prompts"
+    assert verdict(None, None, 0.0, *words) == "-"
+
+
+def test_two_prompts_tell_nothing() -> None:
+    report, _ = Faker(questions=2).build()
+    assert errors(report) == []
+    assert {found["acceptance"]["interval"] for found in report["runs"]} == {None}
+    table = comparisons(report)
+    assert "95% interval" not in table.headings
+    places = [i for i, heading in enumerate(table.headings) if heading == "a is"]
+    assert len(places) == 2 and {row[i] for row in table.rows for i in places} == {"too few prompts"}
+    assert text(report, 200).count("too few prompts") == 2 * len(table.rows)
+
+
+def test_what_limits_the_drafts_is_said(fake: tuple[dict[str, Any], Any]) -> None:
+    report = copy.deepcopy(fake[0])
+
+    def drafts(**settings: Any) -> list[str]:
+        report["settings"] |= settings
+        (section,) = (found for found in sections(ordered(report)) if found.title == "acceptance")
+        return next(line.cells for line in section.lines if line.name == "drafts")
+
+    plain = drafts()
+    assert plain[:3] == ["top", "top", "fixed (n-gram)"]
+    assert drafts(off_above=4) == [f"{words}, off above a batch of 4" for words in plain]
+    assert drafts(adaptive=True)[0] == "top, adaptive depth, off above a batch of 4"
+    assert drafts(off_above=None)[0] == "top, adaptive depth"
+
+
+def test_simulated_tau_stands_beside_what_it_is_compared_with(fake: tuple[dict[str, Any], Any]) -> None:
+    run = copy.deepcopy(fake[0]["runs"][0])
+    run["simulated"] |= {"tau": 2.5, "measured": 2.0, "difference": 0.25}
+    lines = {line.name.strip(): line.cells for line in sections([run])[0].lines}
+    assert lines["simulated tau"] == ["2.500"] and lines["measured, counted alike"] == ["2.000"]
+    assert lines["simulated against it"] == ["+25.0%"]
+
+
+def test_the_legend_tells_drafters_of_one_name_apart(fake: tuple[dict[str, Any], Any]) -> None:
+    assert [legend(drafter) for drafter in fake[0]["drafters"][::2]] == [
+        "eagle3-smollm2: dynamic tree of 30, 6 deep, from outputs/run/checkpoints/step_00002000",
+        "ngram: chain of 4",
+    ]
 
 
 def test_predictions_stand_beside_what_was_measured(fake: tuple[dict[str, Any], Any]) -> None:
@@ -275,82 +348,24 @@ def test_predictions_stand_beside_what_was_measured(fake: tuple[dict[str, Any], 
     found["chain"][4]["speed_up"] = 1.125
     report["runs"][2]["speed"][0]["speed_up"] = 1.25
     table = predictions(report)
-    assert table.headings[-2:] == ["for the one used", "measured"]
+    assert table.headings[-2:] == ["for the size used", "measured"]
     assert table.rows[2] == ["SmolLM2-135M", "0", "no drafts", "1.00", "1.00x", "1.12x", "1.25x"]
     assert table.rows[0][-2] == "-"  # a dynamic tree is none of those predicted
+    report["drafters"][0]["tree"] = "static"  # of 30 nodes in 6 levels
+    used = next(p for p in report["cost_model"]["predictions"][0]["trees"] if (p["nodes"], p["levels"]) == (30, 6))
+    assert predictions(report).rows[0][-2] == f"{used['speed_up']:.2f}x"
+    assert predictions(report).rows[1][-2] == "-"  # nothing is predicted of trees at T = 1
+    report["drafters"][0]["levels"] = 5
+    assert predictions(report).rows[0][-2] == "-"
 
 
-# --- where tokens come from ------------------------------------------------------------------------------------------
-
-
-def spent(accepted: int, kept: int, parents: Sequence[int] = (), path: Sequence[int] = (), drafted: int = 2) -> Any:
-    tokens = list(range(100, 100 + len(parents)))
-    found = {"drafted": drafted, "accepted": accepted, "kept": kept}
-    return found | {"tokens": tokens, "parents": list(parents), "path": list(path)}
-
-
-def test_origins_by_hand() -> None:
-    tree = (-1, -1, 0, 0)  # nodes 2 and 3 are leaves behind 0, node 1 is one behind the root
-    row = {
-        "output_ids": [*range(12)],
-        "rounds": [
-            spent(2, 3, tree, (0, 3)),  # to a leaf: bonus
-            spent(1, 2, tree, (0,)),  # 2 and 3 rejected
-            spent(1, 2, tree, (1,)),  # a leaf at depth 0: bonus
-            spent(0, 1, tree),  # 0 and 1 rejected
-            spent(0, 1, drafted=0),
-            spent(2, 2, (-1, 0, 1), (0, 1), drafted=3),  # cut: its own token is not in the output
-        ],
-    }
-    assert [(o.kind, o.depth, o.pass_number) for o in origins(row)] == [
-        ("prefill", None, None),
-        ("accepted", 0, 0), ("accepted", 1, 0), ("bonus", 2, 0),
-        ("accepted", 0, 1), ("own", 1, 1),
-        ("accepted", 0, 2), ("bonus", 1, 2),
-        ("own", 0, 3),
-        ("undrafted", None, 4),
-        ("accepted", 0, 5), ("accepted", 1, 5),
-    ]  # fmt: skip
-    assert cut(row) == []
-    row["rounds"][-1]["kept"] = 1
-    row["output_ids"].pop()
-    assert cut(row) == [101] and origins(row)[-1].depth == 0
-    with pytest.raises(AssertionError, match="kept tokens"):
-        origins(row | {"output_ids": [1, 2]})
-
-
-def test_origins_without_a_recorded_tree() -> None:
-    row = {"output_ids": [1, 2, 3, 4, 5, 6], "rounds": [spent(2, 3), spent(1, 2)]}
-    assert [o.kind for o in origins(row)] == ["prefill", "accepted", "accepted", "bonus", "accepted", "own"]
-    assert origins({"output_ids": [], "rounds": []}) == [] and cut({"rounds": []}) == []
-
-
-# --- plots --------------------------------------------------------------------------------------------------------
-
-
-def test_plots_are_drawn_from_what_there_is(fake: tuple[dict[str, Any], Any]) -> None:
+def test_n_grams_have_no_prediction_but_what_was_measured(fake: tuple[dict[str, Any], Any]) -> None:
     report = copy.deepcopy(fake[0])
-    drawn = plots(report)
-    assert sorted(plot.file for plot in drawn) == FILES
-    assert all(plot.png[:4] == b"\x89PNG" and plot.about for plot in drawn)
-    for run in report["runs"]:
-        run["acceptance"]["rate_interval"] = [[0.0, 1.0] for _ in run["acceptance"]["rate"]]
-    for prediction in report["cost_model"]["predictions"]:
-        prediction |= {"chain": [], "trees": [], "best": None}
-    fewer = plots(report)
-    assert [plot.file for plot in fewer] == [FILES[0], FILES[2], FILES[3]]
-    assert fewer[0].png != drawn[0].png and fewer[1].png == drawn[1].png  # with other error bars; the same again
-    for run in report["runs"]:
-        run["acceptance"] |= {"passes": 0, "rate": [None], "conditional": [None]}
-        run["acceptance"] |= {"rate_interval": [None], "conditional_interval": [None]}
-        run["categories"] = {}
-    assert [plot.file for plot in plots(report | {"cost_model": None})] == []
-
-
-def test_names_that_a_plot_cannot_write(fake: tuple[dict[str, Any], Any]) -> None:
-    assert label("a$b$ 鹰 \u202e é", 40) == r"a\$b\$ \u9e70 \u202e é"
-    assert label("_x" * 30, 10) == "x_x_x_x.."
-    report = json.loads(json.dumps(fake[0]).replace("ngram", "_$\\u9e70^{").replace("coding", "$x_{"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(plots(report)) == 4
+    report["runs"][4]["speed"][0]["speed_up"] = 1.5
+    table = predictions(report)
+    assert [row[:2] for row in table.rows[4:]] == [["ngram", "0"], ["ngram", "1"]]
+    assert table.rows[4][2:] == [*["-"] * 4, "1.50x"] and "none for n-grams" in table.title
+    report["drafters"].pop()
+    assert len(predictions(report).rows) == 4 and "n-grams" not in predictions(report).title
+    report["cost_model"] = None
+    assert predictions(report).rows == []

@@ -94,15 +94,15 @@ def test_a_file_without_json_stops_the_run(tmp_path: Path, text: str) -> None:
         told(tmp_path / "d", text)
 
 
-@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", b"\0" * 100, b"PK\3\4\x14", "caf\u00e9".encode("latin-1")])
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", b"\0" * 100, b"PK\3\4\x14", b"caf\xe9"])
 @pytest.mark.parametrize("key", ["data.valid_path", "verify.prompts"])
 def test_a_file_that_is_no_text_is_told_under_its_key_without_its_bytes(
     tmp_path: Path, content: bytes, key: str
 ) -> None:
     (tmp_path / "d.jsonl").write_bytes(content)
-    for given in (tmp_path / "d.jsonl", tmp_path):
+    for path in (tmp_path / "d.jsonl", tmp_path):
         with pytest.raises(EyasError) as caught:
-            list(read_rows(str(given), key=key))
+            list(read_rows(str(path), key=key))
         assert str(caught.value) == (
             f"{key}={tmp_path}/d.jsonl: expected a JSON array of conversations or one JSON object a line, "
             "found data that is no UTF-8 text"

@@ -127,10 +127,10 @@
       if (current) focus = node;
     }
     drawing.replaceChildren(svg);
-    if (focus) {
-      drawing.scrollTop = focus.y - drawing.clientHeight / 2;
-      drawing.scrollLeft = focus.x - drawing.clientWidth / 2;
-    }
+    // To the root, where a tree is read from; with the token in view where both fit.
+    const root = nodes[0], both = focus && Math.abs(focus.y - root.y) + 2 * ROW < drawing.clientHeight;
+    drawing.scrollTop = (both ? (focus.y + root.y) / 2 : root.y) + HIGH / 2 - drawing.clientHeight / 2;
+    drawing.scrollLeft = 0;
   }
 
   function inWords(nodes) {
