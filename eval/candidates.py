@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from conf.schema import VerifyConfig
-from eval.draft_model import ModelSession, check_same_tokenizer, draft_vocab
-from eval.drafting import DraftingProposer
-from eval.dynamic_tree import DynamicTree
-from eval.ngram import NgramProposer
-from eval.proposers import LimitedProposer, Proposer
-from eval.sampling import Sampling
-from eval.shapes import AdaptiveDepth, Shape, StaticTree, chain, classic, fit, read_tree
+from eval.drafts.draft_model import ModelSession, check_same_tokenizer, draft_vocab
+from eval.drafts.drafting import DraftingProposer
+from eval.drafts.dynamic_tree import DynamicTree
+from eval.drafts.ngram import NgramProposer
+from eval.drafts.proposers import LimitedProposer, Proposer
+from eval.drafts.shapes import AdaptiveDepth, Shape, StaticTree, chain, classic, fit, read_tree
+from eval.verify.sampling import Sampling
 from models.drafter import Drafter, DraftSession
 from models.errors import EyasError
 from models.frozen import FrozenTarget

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from eval.drafts.proposers import Proposer
 from eval.processes import Processes
 from eval.prompts import Prompt
-from eval.proposers import Proposer
-from eval.speculate import Decoder, Generation, Request, Seconds, generate_all, output_text
+from eval.verify.speculate import Decoder, Generation, Request, Seconds, generate_all, output_text
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """The measurement: every prompt decoded plainly and by every candidate, at every temperature and batch size.
 
-:func:`measure` works on loaded models and returns what report.json holds (eval/report.schema.json describes it).
+:func:`measure` works on loaded models and returns what report.json holds (eval/look/report.schema.json describes it).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from transformers import PretrainedConfig
 
 from conf.schema import VerifyConfig
-from eval.accept import Rule
 from eval.candidates import Candidate
-from eval.cost import theory
+from eval.costs.cost import theory
 from eval.decode import PLAIN, Answer, Decoded, decode_all
-from eval.intervals import Sums, difference, quotient, tau_sums
-from eval.metrics import DEFINITION, Round, acceptance, by_category, by_position, counted, ratio, uncut
+from eval.drafts.proposers import PlainProposer, Proposer
+from eval.numbers.intervals import Sums, difference, quotient, tau_sums
+from eval.numbers.metrics import DEFINITION, Round, acceptance, by_category, by_position, counted, ratio, uncut
+from eval.numbers.simulated import Text, can_simulate, measured_alike, simulate
+from eval.numbers.timing import compare_costs, speed
 from eval.processes import Processes
 from eval.prompts import Prompt
-from eval.proposers import PlainProposer, Proposer
-from eval.sampling import Sampling
-from eval.simulated import Text, can_simulate, measured_alike, simulate
-from eval.speculate import Decoder, Limits, output_text
-from eval.timing import compare_costs, speed
+from eval.verify.accept import Rule
+from eval.verify.sampling import Sampling
+from eval.verify.speculate import Decoder, Limits, output_text
 from models.blocks import Block
 from models.errors import EyasError
 from models.target import Target

@@ -21,7 +21,7 @@ from data.chats.conversations import Dialect, Message, RejectLog
 from data.chats.prompts import Questions, read_questions
 from data.masks.template import ChatTemplate
 from data.prepare import TargetFiles, chat_template
-from eval.metrics import NO_CATEGORY
+from eval.numbers.metrics import NO_CATEGORY
 from models.errors import EyasError
 from models.visible import visible
 

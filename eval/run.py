@@ -22,7 +22,6 @@ from data.documents.held_out import check_training_data
 from data.look.report import compare_prompts
 from data.masks.template import ChatTemplate
 from data.prepare import TargetFiles
-from eval.accept import Rule
 from eval.candidates import (
     MODEL,
     NGRAM,
@@ -36,13 +35,14 @@ from eval.candidates import (
     told_apart,
     trained,
 )
-from eval.cost import CostModel
+from eval.costs.cost import CostModel
+from eval.costs.predict import measure_costs, predictions, tuned
+from eval.look.page import token_texts
+from eval.look.report import print_report, write_report
 from eval.measure import Bench, context_length, measure
-from eval.page import token_texts
-from eval.predict import measure_costs, predictions, tuned
 from eval.processes import Processes
 from eval.prompts import PlainText, Prompt, describe, prompt_template, read_prompts, usable
-from eval.report import print_report, write_report
+from eval.verify.accept import Rule
 from models.device import pick_device
 from models.drafter import Drafter
 from models.errors import EyasError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.table import VERSION, columns, ordered, sections, shape
+from eval.look.table import VERSION, columns, ordered, sections, shape
 from models.portable import served
 from scripts.rescore import Rescored
 

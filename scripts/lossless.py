@@ -23,13 +23,13 @@ from tqdm import tqdm
 from conf.cli import entry
 from conf.schema import Config
 from eval.candidates import CLASSIC, NGRAM, Candidate, ngrams
-from eval.dynamic_tree import DynamicTree
+from eval.drafts.dynamic_tree import DynamicTree
+from eval.drafts.proposers import PlainProposer, Proposer, ScriptedProposer
+from eval.drafts.shapes import Shape, chain, classic, fit
+from eval.drafts.tree import ROOT, DraftTree, Drawn
 from eval.measure import Bench
-from eval.proposers import PlainProposer, Proposer, ScriptedProposer
 from eval.run import load_bench
-from eval.shapes import Shape, chain, classic, fit
-from eval.speculate import Decoder, Generation, Limits, Request, generate_all
-from eval.tree import ROOT, DraftTree, Drawn
+from eval.verify.speculate import Decoder, Generation, Limits, Request, generate_all
 from models.drafter import Drafter
 from models.errors import EyasError
 from models.target import Target

@@ -23,10 +23,10 @@ from conf.cli import entry
 from conf.schema import Config
 from eval.candidates import Candidate
 from eval.decode import WARM_UP
-from eval.drafting import DraftingProposer
+from eval.drafts.drafting import DraftingProposer
 from eval.measure import Bench
 from eval.run import load_bench
-from eval.speculate import Decoder, Limits, Request, Seconds, generate_all
+from eval.verify.speculate import Decoder, Limits, Request, Seconds, generate_all
 
 FORWARDS = ("_forward", "_logits")  # of a target, and of a draft model
 DRAFTERS = ("feature", "next_feature", "read", "logits")  # of a drafter's session

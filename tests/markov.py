@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.sampling import Sampling
+from eval.verify.sampling import Sampling
 from models.blocks import Block, States
 from models.vocab import DraftVocab
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations, pairwise
 from typing import Any
 
-from eval.cost import theory
-from eval.intervals import Sums, difference, quotient, tau_sums
-from eval.metrics import DEFINITION, Round, acceptance, by_category, by_position, counted, uncut
+from eval.costs.cost import theory
+from eval.numbers.intervals import Sums, difference, quotient, tau_sums
+from eval.numbers.metrics import DEFINITION, Round, acceptance, by_category, by_position, counted, uncut
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 TEXT = (

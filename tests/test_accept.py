@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import SuppressTokensLogitsProcessor
 
-from eval.accept import (
+from eval.drafts.tree import ROOT, DraftTree, Drawn
+from eval.verify.accept import (
     Accepted,
     Rule,
     accept,
@@ -29,8 +30,7 @@ from eval.accept import (
     try_children,
     without,
 )
-from eval.sampling import Sampling
-from eval.tree import ROOT, DraftTree, Drawn
+from eval.verify.sampling import Sampling
 from models.errors import EyasError
 
 S, D, F = Drawn.SAMPLED, Drawn.DISTINCT, Drawn.FIXED

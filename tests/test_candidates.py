@@ -22,8 +22,8 @@ from eval.candidates import (
     told_apart,
     trained,
 )
-from eval.sampling import Sampling
-from eval.speculate import Decoder, Generation, Limits, Request, generate_all
+from eval.verify.sampling import Sampling
+from eval.verify.speculate import Decoder, Generation, Limits, Request, generate_all
 from models.checkpoint import save_drafter
 from models.eagle3 import Eagle3Drafter
 from models.errors import EyasError

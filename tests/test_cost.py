@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eval import cost
-from eval.cost import (
+from eval.costs import cost
+from eval.costs.cost import (
     CostModel,
     Curve,
     DraftCost,

@@ -24,14 +24,14 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-import eval.accept
-from eval.accept import Accepted, Rule, accept_sampled, accept_typical, residual
-from eval.drafting import DraftingProposer
-from eval.dynamic_tree import DynamicTree
-from eval.sampling import Sampling
-from eval.shapes import Shape, StaticTree, chain
-from eval.speculate import Decoder, Generation, Limits, Request, generate_all
-from eval.tree import ROOT, DraftTree, Drawn
+import eval.verify.accept
+from eval.drafts.drafting import DraftingProposer
+from eval.drafts.dynamic_tree import DynamicTree
+from eval.drafts.shapes import Shape, StaticTree, chain
+from eval.drafts.tree import ROOT, DraftTree, Drawn
+from eval.verify.accept import Accepted, Rule, accept_sampled, accept_typical, residual
+from eval.verify.sampling import Sampling
+from eval.verify.speculate import Decoder, Generation, Limits, Request, generate_all
 from tests.markov import DRAFT_IDS, VOCAB, MarkovDrafter, MarkovTarget, full_rows, reference_probs, table
 
 Text = tuple[int, ...]
@@ -233,22 +233,22 @@ def caught(p: float) -> bool:
 
 @pytest.mark.parametrize(("shape", "kind"), [("chain", "sampled"), ("bushy", "distinct"), ("dynamic", "sampled")])
 def test_catches_resampling_from_p(monkeypatch: pytest.MonkeyPatch, shape: str, kind: str) -> None:
-    monkeypatch.setattr(eval.accept, "residual", lambda p, q: p)
+    monkeypatch.setattr(eval.verify.accept, "residual", lambda p, q: p)
     assert caught(p_value(shape, kind, PLAIN))
 
 
 def test_catches_point_masses_that_stay_in_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.accept, "without", lambda p, tokens: p)
+    monkeypatch.setattr(eval.verify.accept, "without", lambda p, tokens: p)
     assert caught(p_value("bushy", "top", PLAIN))
 
 
 def test_catches_a_residual_that_changes_the_shared_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.accept, "residual", lambda p, q: p.copy_(residual(p, q)))
+    monkeypatch.setattr(eval.verify.accept, "residual", lambda p, q: p.copy_(residual(p, q)))
     assert caught(p_value("chain", "sampled", PLAIN))
 
 
 def test_catches_siblings_that_change_their_shared_q(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eval.accept, "residual", lambda p, q: q.copy_(residual(p, q)))
+    monkeypatch.setattr(eval.verify.accept, "residual", lambda p, q: q.copy_(residual(p, q)))
     assert caught(p_value("bushy", "sampled", PLAIN))
 
 

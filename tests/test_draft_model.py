@@ -13,7 +13,7 @@ import torch
 from tokenizers import AddedToken
 from torch import Tensor
 
-from eval.draft_model import ModelSession, check_same_tokenizer, draft_vocab
+from eval.drafts.draft_model import ModelSession, check_same_tokenizer, draft_vocab
 from models.blocks import Block, States
 from models.errors import EyasError
 from models.target import Target

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import LogitsProcessor
 
-from eval.drafting import DraftingProposer
-from eval.draws import Draws, Start
-from eval.proposers import LimitedProposer, Proposer
-from eval.sampling import Sampling, draw
-from eval.shapes import AdaptiveDepth, DynamicTree, Shape, StaticTree, chain, classic
-from eval.tree import ROOT, DraftTree, Drawn
+from eval.drafts.drafting import DraftingProposer
+from eval.drafts.draws import Draws, Start
+from eval.drafts.proposers import LimitedProposer, Proposer
+from eval.drafts.shapes import AdaptiveDepth, DynamicTree, Shape, StaticTree, chain, classic
+from eval.drafts.tree import ROOT, DraftTree, Drawn
+from eval.verify.sampling import Sampling, draw
 from models.errors import EyasError
 from models.vocab import DraftVocab
 from tests.table_session import TableSession, Text, random_row, states

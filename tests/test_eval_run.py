@@ -14,13 +14,13 @@ from conf.schema import VerifyConfig
 from data.masks.template import ChatTemplate
 from eval.candidates import drafter_folder, trained
 from eval.decode import Answer
+from eval.look.report import print_report
 from eval.measure import Bench, compare_outputs
-from eval.metrics import Round
+from eval.numbers.metrics import Round
+from eval.numbers.simulated import measured_alike
 from eval.prompts import Prompt, read_prompts
-from eval.report import print_report
 from eval.run import run_bench
-from eval.simulated import measured_alike
-from eval.speculate import Generation
+from eval.verify.speculate import Generation
 from models.blocks import Block
 from models.drafter import Drafter
 from models.eagle3 import Eagle3Drafter

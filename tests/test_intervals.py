@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from eval import intervals
-from eval.intervals import Sums, difference, estimate, estimates, how_often, quotient, resampled, tau_sums
+from eval.numbers import intervals
+from eval.numbers.intervals import Sums, difference, estimate, estimates, how_often, quotient, resampled, tau_sums
 
 
 def test_two_prompts_have_four_draws() -> None:

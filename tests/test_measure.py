@@ -15,16 +15,16 @@ import pytest
 from conf.schema import VerifyConfig
 from data.masks.template import ChatTemplate
 from eval.candidates import independent, ngrams, trained
-from eval.cost import CostModel, Curve, draft_cost
+from eval.costs.cost import CostModel, Curve, draft_cost
 from eval.decode import Decoded, decode_all
+from eval.drafts.proposers import PlainProposer
+from eval.drafts.shapes import read_tree
 from eval.measure import Bench
+from eval.numbers.timing import compare_costs, speed
 from eval.processes import Processes
 from eval.prompts import Prompt
-from eval.proposers import PlainProposer
 from eval.run import run_bench
-from eval.shapes import read_tree
-from eval.speculate import Generation
-from eval.timing import compare_costs, speed
+from eval.verify.speculate import Generation
 from models.eagle3 import Eagle3Drafter
 from models.target import Target
 from models.vocab import DraftVocab
@@ -209,8 +209,8 @@ def test_second_questions_at_every_batch_size(target: Target) -> None:
 def test_speed_by_hand() -> None:
     """Two sequences of 5 and 3 tokens; passes of 2 s drafting, 4 s target, 2 s rest together."""
     from eval.decode import Answer
-    from eval.metrics import Round
-    from eval.speculate import Seconds
+    from eval.numbers.metrics import Round
+    from eval.verify.speculate import Seconds
 
     outs = [
         Generation([1] * 5, "eos", [Round(3, 2, 3), Round(3, 0, 1)], first_token=0.1, latency=6.0),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.metrics import Acceptance, Round, acceptance, by_category, by_position, counted, uncut
+from eval.numbers.metrics import Acceptance, Round, acceptance, by_category, by_position, counted, uncut
 
 
 def test_tau_counts_the_targets_own_token_of_every_pass() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from eval.ngram import NgramIndex, NgramProposer
-from eval.tree import DraftTree, Drawn
+from eval.drafts.ngram import NgramIndex, NgramProposer
+from eval.drafts.tree import DraftTree, Drawn
 from models.blocks import States
 from models.errors import EyasError
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.origin import cut, origins
-from eval.plots import label, plots, speed_up
+from eval.look.origin import cut, origins
+from eval.look.plots import label, plots, speed_up
 from tests.reports import Faker
 
 FILES = ["acceptance_per_depth.png", "predicted_speedup.png", "tau_per_category.png", "verify_cost.png"]

@@ -10,12 +10,12 @@ import torch
 
 from conf.schema import VerifyConfig
 from eval.candidates import Candidate, independent, ngrams, trained
-from eval.cost import CostModel, Curve
+from eval.costs.cost import CostModel, Curve
+from eval.costs.predict import Sizes, measure_costs, predict, predictions, sampled_taus, tuned
 from eval.measure import Bench
-from eval.predict import Sizes, measure_costs, predict, predictions, sampled_taus, tuned
+from eval.numbers.simulated import Accepts, Text, chain_taus, model_accepts, simulate
 from eval.prompts import Prompt
-from eval.sampling import Sampling
-from eval.simulated import Accepts, Text, chain_taus, model_accepts, simulate
+from eval.verify.sampling import Sampling
 from models.eagle3 import Eagle3Drafter
 from models.target import Target
 from models.vocab import DraftVocab

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.ranks import (
+from eval.costs.ranks import (
     OUTSIDE,
     Ranks,
     drafter_ranks,
@@ -18,8 +18,8 @@ from eval.ranks import (
     ranks_of,
     walk,
 )
-from eval.simulated import Text, text_batch
-from eval.tree_search import grow
+from eval.costs.tree_search import grow
+from eval.numbers.simulated import Text, text_batch
 from models.batch import slots_of
 from models.drafter import Drafter
 from models.simulate import simulated_tau

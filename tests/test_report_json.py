@@ -14,23 +14,23 @@ import pytest
 from jsonschema import Draft202012Validator
 from rich.console import Console
 
-import eval.report
+import eval.look.report
 import eval.run
 from conf.schema import VerifyConfig
 from eval.candidates import ngrams, trained
+from eval.costs.predict import measure_costs
+from eval.look.report import print_report, write_report
+from eval.look.table import WIDE, comparisons, legend, ordered, predictions, sections, verdict
 from eval.measure import Bench
-from eval.predict import measure_costs
 from eval.prompts import Prompt
-from eval.report import print_report, write_report
 from eval.run import run_bench
-from eval.table import WIDE, comparisons, legend, ordered, predictions, sections, verdict
 from models.eagle3 import Eagle3Drafter
 from models.target import Target
 from models.vocab import DraftVocab
 from tests.reports import CATEGORIES, FAKES, Faker, token_text
 from tests.tiny import tiny_target
 
-SCHEMA = json.loads((Path(eval.report.__file__).parent / "report.schema.json").read_text())
+SCHEMA = json.loads((Path(eval.look.report.__file__).parent / "report.schema.json").read_text())
 FILES = ["acceptance_per_depth.png", "predicted_speedup.png", "tau_per_category.png", "verify_cost.png"]
 
 
@@ -194,7 +194,7 @@ def test_the_report_is_written_last(
         written.append(path.name)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    monkeypatch.setattr(eval.report, "write_atomic", write)
+    monkeypatch.setattr(eval.look.report, "write_atomic", write)
     assert write_report(report, iter(rows), tmp_path, token_text) == tmp_path / "report.json"
     assert written[0] == "generations.jsonl" and written[-2:] == ["report.html", "report.json"]
     assert sorted(written[1:-2]) == FILES
@@ -203,7 +203,7 @@ def test_the_report_is_written_last(
     assert [json.loads(line) for line in lines] == json.loads(json.dumps(rows))
     write_report({**report, "cost_model": None}, rows, tmp_path)
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [FILES[0], FILES[2]]
-    monkeypatch.setattr(eval.report, "write_atomic", lambda path, content: 1 / 0)
+    monkeypatch.setattr(eval.look.report, "write_atomic", lambda path, content: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report(report, rows, tmp_path)
     assert not (tmp_path / "report.json").exists()

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import eval.page
-from eval.page import embedded, page, token_texts
-from eval.plots import Plot
-from eval.table import columns, ordered
+import eval.look.page
+from eval.look.page import embedded, page, token_texts
+from eval.look.plots import Plot
+from eval.look.table import columns, ordered
 from models.tiny_target import tiny_tokenizer
 from models.visible import visible
 from tests.reports import NASTY, WORDS, Faker, token_text
@@ -189,16 +189,16 @@ def test_tables_plots_settings_and_filters(fake: Any, shown: Page) -> None:
 
 def test_only_so_many_prompts_fit(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     report, rows = Faker(questions=20).build()
-    monkeypatch.setattr(eval.page, "MAX_PROMPTS", 10)
+    monkeypatch.setattr(eval.look.page, "MAX_PROMPTS", 10)
     found = Page(page(report, rows, [], token_text))
     assert "10 prompts are left out here" in found.text
     assert len(found.articles) == len(
         [row for row in rows if row["prompt"] in (*range(8), 8, 9)]
     )  # each category first
-    monkeypatch.setattr(eval.page, "MAX_BYTES", 200_000)
+    monkeypatch.setattr(eval.look.page, "MAX_BYTES", 200_000)
     html = page(report, rows, [], token_text)
     assert 150_000 < len(html) - len(page(report, [], [], token_text)) < 220_000
-    monkeypatch.setattr(eval.page, "MAX_BYTES", 10)
+    monkeypatch.setattr(eval.look.page, "MAX_BYTES", 10)
     none = Page(page(report, rows, [], token_text))
     assert none.articles == [] and "20 prompts are left out here" in none.text
 

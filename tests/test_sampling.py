@@ -24,8 +24,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-import eval.sampling
-from eval.sampling import Sampling, draw
+import eval.verify.sampling
+from eval.verify.sampling import Sampling, draw
 from models.errors import EyasError
 from tests.markov import reference_probs
 
@@ -77,7 +77,7 @@ def test_the_short_list_is_made_longer_where_it_must(
     monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any], short: int
 ) -> None:
     """From flat to sharp rows, one at a time and together."""
-    monkeypatch.setattr(eval.sampling, "SHORT_LIST", short)
+    monkeypatch.setattr(eval.verify.sampling, "SHORT_LIST", short)
     sampling = Sampling(0.7, **cut)
     rows = torch.stack([logits_of(seed, 500, spread) for seed, spread in enumerate((0.0, 0.01, 1.0, 3.0, 50.0))])
     rows[0, 0] = 1e-3  # nearly all are tied, which rounding must not tell apart

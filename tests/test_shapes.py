@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from eval.draws import Draws, Start
-from eval.sampling import Sampling
-from eval.shapes import AdaptiveDepth, DynamicTree, Shape, StaticTree, chain, classic, fit, read_tree, save_tree
-from eval.tree import ROOT, DraftTree, Drawn
+from eval.drafts.draws import Draws, Start
+from eval.drafts.shapes import AdaptiveDepth, DynamicTree, Shape, StaticTree, chain, classic, fit, read_tree, save_tree
+from eval.drafts.tree import ROOT, DraftTree, Drawn
+from eval.verify.sampling import Sampling
 from models.errors import EyasError
 from models.vocab import DraftVocab
 from tests.table_session import Row, TableSession, Text, random_row, states

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from eval.draft_model import ModelSession
-from eval.drafting import DraftingProposer
-from eval.dynamic_tree import DynamicTree
-from eval.metrics import Round
-from eval.ngram import NgramProposer
-from eval.proposers import LimitedProposer, PlainProposer, Proposer, ScriptedProposer
-from eval.sampling import Sampling
-from eval.shapes import AdaptiveDepth, Shape, StaticTree, chain
-from eval.speculate import Decoder, Generation, Limits, Request, generate, generate_all, output_text
-from eval.tree import ROOT, DraftTree, Drawn
+from eval.drafts.draft_model import ModelSession
+from eval.drafts.drafting import DraftingProposer
+from eval.drafts.dynamic_tree import DynamicTree
+from eval.drafts.ngram import NgramProposer
+from eval.drafts.proposers import LimitedProposer, PlainProposer, Proposer, ScriptedProposer
+from eval.drafts.shapes import AdaptiveDepth, Shape, StaticTree, chain
+from eval.drafts.tree import ROOT, DraftTree, Drawn
+from eval.numbers.metrics import Round
+from eval.verify.sampling import Sampling
+from eval.verify.speculate import Decoder, Generation, Limits, Request, generate, generate_all, output_text
 from models.blocks import States
 from models.drafter import Drafter
 from models.eagle3 import Eagle3Drafter

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.ranks import RankPath, Ranks, path_counts
-from eval.tree_search import chain_paths, drafted_widths, grow, levels
+from eval.costs.ranks import RankPath, Ranks, path_counts
+from eval.costs.tree_search import chain_paths, drafted_widths, grow, levels
 
 COUNTS = {(): 10, (0,): 6, (1,): 2, (7,): 1, (0, 0): 3, (0, 1): 2, (1, 0): 2, (0, 0, 0): 1, (0, 0, 4): 2}
 

@@ -8,17 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from eval.cost import CostModel, Curve, draft_cost
-from eval.draft_model import ModelSession, draft_vocab
-from eval.drafting import DraftingProposer
-from eval.metrics import Round
-from eval.ranks import OUTSIDE, Ranks, growth_order, path_counts
-from eval.sampling import Sampling
-from eval.shapes import StaticTree, read_tree
-from eval.simulated import Text, measured_alike
-from eval.speculate import Decoder, Limits, generate
-from eval.tree_search import chain_paths
-from eval.tune import (
+from eval.costs.cost import CostModel, Curve, draft_cost
+from eval.costs.ranks import OUTSIDE, Ranks, growth_order, path_counts
+from eval.costs.tree_search import chain_paths
+from eval.costs.tune import (
     CHAIN,
     GROWN,
     NONE,
@@ -30,6 +23,13 @@ from eval.tune import (
     tune,
     tune_sampled,
 )
+from eval.drafts.draft_model import ModelSession, draft_vocab
+from eval.drafts.drafting import DraftingProposer
+from eval.drafts.shapes import StaticTree, read_tree
+from eval.numbers.metrics import Round
+from eval.numbers.simulated import Text, measured_alike
+from eval.verify.sampling import Sampling
+from eval.verify.speculate import Decoder, Limits, generate
 from models.target import Target
 from tests.drafters import random_drafter, random_vocab
 from tests.tiny import tiny_target

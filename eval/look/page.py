@@ -21,13 +21,13 @@ from markupsafe import Markup
 from transformers import PreTrainedTokenizerBase
 
 from data.look.preview import UNFINISHED, pieces
-from eval.metrics import NO_CATEGORY
-from eval.origin import ACCEPTED, Origin, cut, origins
-from eval.table import LOSSY, NOTE, Table, columns, comparisons, interval, ordered, predictions, sections, shape
+from eval.look.origin import ACCEPTED, Origin, cut, origins
+from eval.look.table import LOSSY, NOTE, Table, columns, comparisons, interval, ordered, predictions, sections, shape
+from eval.numbers.metrics import NO_CATEGORY
 from models.visible import visible
 
 if TYPE_CHECKING:
-    from eval.plots import Plot
+    from eval.look.plots import Plot
 
 ASSETS = Path(__file__).parent / "assets"
 MAX_PROMPTS = 200

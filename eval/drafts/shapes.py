@@ -24,9 +24,9 @@ import yaml
 from torch import Tensor
 
 from conf import CONF_DIR
-from eval.draws import Draws, Level, Start
-from eval.dynamic_tree import DynamicTree
-from eval.tree import ROOT, DraftTree, Drawn
+from eval.drafts.draws import Draws, Level, Start
+from eval.drafts.dynamic_tree import DynamicTree
+from eval.drafts.tree import ROOT, DraftTree, Drawn
 from models.errors import EyasError
 from models.files import write_atomic
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eval.tree import DraftTree
+from eval.drafts.tree import DraftTree
 from models.blocks import States
 from models.errors import EyasError
 

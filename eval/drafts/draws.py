@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eval.sampling import Sampling
-from eval.tree import Drawn
+from eval.drafts.tree import Drawn
+from eval.verify.sampling import Sampling
 from models.errors import EyasError
 from models.vocab import DraftVocab
 
@@ -128,7 +128,7 @@ class Draws:
 
 
 def draw_rows(q: Tensor, numbers: Sequence[Sequence[float]], *, distinct: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Draw len(numbers[i]) tokens from each distribution q[i] of [n, V] by inversion (see eval.sampling.draw), one
+    """Draw len(numbers[i]) tokens from each distribution q[i] of [n, V] by inversion (see sampling.draw), one
     after the other; ``distinct``: without those drawn before.
 
     Returns tokens [n, most], to be read as far as a row's numbers go, and which of them had any probability left

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eval.metrics import Round, ratio
-from eval.sampling import Sampling
+from eval.numbers.metrics import Round, ratio
+from eval.verify.sampling import Sampling
 from models.batch import Batch, slots_of, valid_slots
 from models.drafter import Drafter
 from models.frozen import FrozenTarget, Teacher
@@ -108,7 +108,7 @@ def model_accepts(target: Target, model: Target, text: Text, depths: int) -> Acc
 
 
 def teacher_of(model: Target, ids: Tensor, size: int) -> Teacher:
-    """The model's distribution over the first ``size`` ids behind every token of a text; see eval/draft_model.py for
+    """The model's distribution over the first ``size`` ids behind every token of a text; see draft_model.py for
     ids that it lacks."""
     found = model.features([ids.clamp_max(model.vocab_size - 1)])[0]
     bias = None if model.head.bias is None else model.head.bias[:size]

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from eval.draws import Draws, Start
-from eval.sampling import Sampling
-from eval.shapes import Shape
-from eval.tree import DraftTree, Drawn
+from eval.drafts.draws import Draws, Start
+from eval.drafts.shapes import Shape
+from eval.drafts.tree import DraftTree, Drawn
+from eval.verify.sampling import Sampling
 from models.blocks import States
 from models.drafter import DraftSession
 from models.vocab import DraftVocab
@@ -32,9 +32,9 @@ class Text:
 
 
 class DraftingProposer:
-    """The proposer (see eval/proposers.py) of a draft model.
+    """The proposer (see eval/drafts/proposers.py) of a draft model.
 
-    shape: already fitted to the drafter (``eval.shapes.fit``). draws: one of ``eval.draws.WAYS``, how drafts are drawn
+    shape: already fitted to the drafter (``shapes.fit``). draws: one of ``draws.WAYS``, how drafts are drawn
     at T > 0. A prompt is read when it is committed, as engines do in their prefill; later commits are only remembered,
     and read when drafts are wanted next, of all slots in one forward, or when WAITING positions have come together.
     A trained drafter's chains are drafted without waiting for the device, unless a logits processor reads the text.

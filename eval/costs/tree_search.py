@@ -1,4 +1,4 @@
-"""The best static tree for a drafter, from what its drafts were worth on calibration texts (eval/ranks.py).
+"""The best static tree for a drafter, from what its drafts were worth on calibration texts (eval/costs/ranks.py).
 
 Medusa (arXiv 2401.10774, section 3.3) grows a tree node by node, always by the node that adds most to the expected
 number of accepted tokens, with heads taken as independent. Joint counts need no such assumption: a tree
@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from eval.ranks import RankPath
+from eval.costs.ranks import RankPath
 
 
 class Node(NamedTuple):
@@ -27,7 +27,7 @@ def grow(
 ) -> list[Node]:
     """Nodes in the order they are worth most: the first n are the best tree of n nodes with at most ``max_levels``.
 
-    counts: of :func:`eval.ranks.path_counts` over ``slots`` slots that are valid to the same depth (else a child
+    counts: of :func:`eval.costs.ranks.path_counts` over ``slots`` slots that are valid to the same depth (else a child
     could count as much as its parent and more). max_rank: no node takes the drafter's choices beyond that rank.
     Equal counts: the shallower node first, then the lower ranks. Fewer nodes where no other path ever occurred.
     """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.simulated import Text, text_batch
+from eval.numbers.simulated import Text, text_batch
 from models.batch import slots_of, valid_slots
 from models.drafter import Drafter
 from models.frozen import FrozenTarget
@@ -88,7 +88,7 @@ def model_ranks(
     """Ranks of an independent draft model, among the first ``vocab_size`` ids (the target's).
 
     It reads whole texts, so depth k of slot p sees x[0 .. p+1+k]: one forward gives all depths. Of an id that only
-    the target has it reads the same other one as in drafting (eval/draft_model.py).
+    the target has it reads the same other one as in drafting (eval/drafts/draft_model.py).
     """
     found, start = list[Ranks](), 0
     weight, bias = model.head.weight[:vocab_size], model.head.bias

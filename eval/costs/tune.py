@@ -3,12 +3,12 @@
 Two ways of drafting, never mixed in one prediction:
 
 * Drafts of fixed rank (T = 0, and ``verify.draws=top``): no drafts at all, chains of 1 .. G tokens, and the trees of
-  1 .. N nodes that eval/tree_search.py grows. How many tokens a pass yields is read off the ranks of the true tokens by
+  1 .. N nodes that tree_search.py grows. How many tokens a pass yields is read off the ranks of the true tokens by
   walking the texts pass by pass: exact for greedy decoding, and on sampled texts the expectation. :func:`tune`
 * Drafts sampled from q: no drafts at all, or chains, whose tokens per pass follow from alpha = sum min(p, q)
-  (eval/simulated.py). Ranks say nothing of a tree of draws, so none is predicted. :func:`tune_sampled`
+  (eval/numbers/simulated.py). Ranks say nothing of a tree of draws, so none is predicted. :func:`tune_sampled`
 
-Costs: eval/cost.py. What the two models' forwards don't hold (choosing tokens, bookkeeping) is not in the prediction.
+Costs: cost.py. What the two models' forwards don't hold (choosing tokens, bookkeeping) is not in the prediction.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from eval.cost import CostModel
-from eval.ranks import RankPath, Ranks, drafter_ranks, growth_order, model_ranks, path_counts, walk
-from eval.shapes import StaticTree, save_tree
-from eval.simulated import Text
-from eval.tree_search import chain_paths, drafted_widths, grow, levels
+from eval.costs.cost import CostModel
+from eval.costs.ranks import RankPath, Ranks, drafter_ranks, growth_order, model_ranks, path_counts, walk
+from eval.costs.tree_search import chain_paths, drafted_widths, grow, levels
+from eval.drafts.shapes import StaticTree, save_tree
+from eval.numbers.simulated import Text
 from models.drafter import Drafter
 from models.frozen import FrozenTarget
 from models.target import Target

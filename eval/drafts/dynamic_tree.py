@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eval.draws import Contexts, Draws, Start
-from eval.tree import ROOT, DraftTree, Drawn
+from eval.drafts.draws import Contexts, Draws, Start
+from eval.drafts.tree import ROOT, DraftTree, Drawn
 from models.errors import EyasError
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure  # draws without a display
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import MaxNLocator
 
-from eval.table import LOSSY, measured_speed_up
+from eval.look.table import LOSSY, measured_speed_up
 from models.visible import visible
 
 # Okabe and Ito's colours, told apart by the colour-blind; each goes with a marker of its own.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from eval.shapes import AdaptiveDepth
-from eval.tree import DraftTree
+from eval.drafts.shapes import AdaptiveDepth
+from eval.drafts.tree import DraftTree
 from models.blocks import States
 
 

@@ -1,9 +1,9 @@
 """What a measurement leaves behind, besides a table in the terminal:
 
 generations.jsonl    a row for each answer: prompt and output tokens, and every verification pass
-plots/*.png          see eval.plots; only those that the report has numbers for
-report.html          tables, plots and texts in one file that needs nothing else (see eval.page)
-report.json          every number; eval/report.schema.json describes each field
+plots/*.png          see eval.look.plots; only those that the report has numbers for
+report.html          tables, plots and texts in one file that needs nothing else (see eval.look.page)
+report.json          every number; eval/look/report.schema.json describes each field
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from data.look.statistics import encodable
-from eval.page import TokenText, page
-from eval.table import LOSSY, NONE, NOTE, WIDE, columns, comparisons, legend, ordered, predictions, sections
-from eval.table import Table as Words
+from eval.look.page import TokenText, page
+from eval.look.table import LOSSY, NONE, NOTE, WIDE, columns, comparisons, legend, ordered, predictions, sections
+from eval.look.table import Table as Words
 from models.files import write_atomic
 from models.visible import visible
 
@@ -42,8 +42,8 @@ def write_report(
 ) -> Path:
     """Write everything, report.json last: where it is, the texts are complete. Returns its path.
 
-    report, generations: as eval/report.schema.json and README.md describe them. token_text: the texts of the tokens of
-    a sequence, one each, that are its text when joined (see `eval.page.token_texts`); without it the page shows ids.
+    report, generations: as report.schema.json describes them. token_text: the texts of the tokens of
+    a sequence, one each, that are its text when joined (see `page.token_texts`); without it the page shows ids.
     """
     rows = list(generations)
     (folder / PLOTS_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def json_line(row: Mapping[str, Any]) -> str:
 
 def draw(report: Mapping[str, Any], rows: list[Mapping[str, Any]], folder: Path, token_text: TokenText | None) -> None:
     """The plots and the page; plots of an earlier report that this one has no data for go."""
-    from eval.plots import PLOTS, plots  # matplotlib is slow to import
+    from eval.look.plots import PLOTS, plots  # matplotlib is slow to import
 
     pictures = plots(report)
     drawn = {plot.file for plot in pictures}

@@ -33,7 +33,7 @@ def origins(row: Mapping[str, Any]) -> list[Origin]:
     """One for each of the row's output_ids.
 
     The first output token is prefill's. A pass yields its accepted path and then one token of the target, of which
-    the first ``kept`` are in the output (see eval.metrics for passes cut by the end).
+    the first ``kept`` are in the output (see eval.numbers.metrics for passes cut by the end).
     """
     output = row["output_ids"]
     found = [Origin(PREFILL)] if output else []

@@ -1,4 +1,4 @@
-"""What other trees would gain here: costs measured on this hardware, acceptance on the texts at hand (eval/tune.py).
+"""What other trees would gain here: costs measured on this hardware, acceptance on the texts at hand.
 
 A prediction is for the way of drafting that ``verify`` asks for. At T = 0 and with ``verify.draws=top`` drafts have
 fixed ranks: chains and grown trees. At T > 0 with sampled drafts: chains, where T = 1 and no processor changes p and q;
@@ -16,16 +16,9 @@ from typing import Any, NamedTuple
 
 from conf.schema import VerifyConfig
 from eval.candidates import NGRAM, Candidate
-from eval.cost import BUDGET, POSITIONS, SIZES, WIDTHS, CostModel, DraftCost, measure_draft, measure_target
-from eval.decode import PLAIN, decode_all
-from eval.measure import Bench, context_length
-from eval.prompts import Prompt
-from eval.proposers import PlainProposer
-from eval.ranks import Ranks
-from eval.sampling import Sampling
-from eval.shapes import StaticTree, chain
-from eval.simulated import Text, accepts, can_simulate, chain_taus, model_accepts, scored
-from eval.tune import (
+from eval.costs.cost import BUDGET, POSITIONS, SIZES, WIDTHS, CostModel, DraftCost, measure_draft, measure_target
+from eval.costs.ranks import Ranks
+from eval.costs.tune import (
     MAX_GAMMA,
     MAX_LEVELS,
     NONE,
@@ -36,6 +29,13 @@ from eval.tune import (
     tune_sampled,
     untold,
 )
+from eval.decode import PLAIN, decode_all
+from eval.drafts.proposers import PlainProposer
+from eval.drafts.shapes import StaticTree, chain
+from eval.measure import Bench, context_length
+from eval.numbers.simulated import Text, accepts, can_simulate, chain_taus, model_accepts, scored
+from eval.prompts import Prompt
+from eval.verify.sampling import Sampling
 from models.target import Target
 
 PAST = 256  # cached tokens behind which passes are timed

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eval.accept import Accepted, Rule, accept
-from eval.metrics import Round
-from eval.proposers import Proposer
-from eval.sampling import Sampling, draw
-from eval.tree import DraftTree
+from eval.drafts.proposers import Proposer
+from eval.drafts.tree import DraftTree
+from eval.numbers.metrics import Round
+from eval.verify.accept import Accepted, Rule, accept
+from eval.verify.sampling import Sampling, draw
 from models.blocks import Block, States
 from models.errors import EyasError
 from models.target import Target

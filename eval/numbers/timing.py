@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eval.decode import Decoded
-from eval.metrics import ratio
+from eval.numbers.metrics import ratio
 
 PHASES = ("prefill", "draft", "verify", "other", "decode")
 

@@ -29,8 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eval.sampling import Sampling, draw
-from eval.tree import ROOT, DraftTree, Drawn
+from eval.drafts.tree import ROOT, DraftTree, Drawn
+from eval.verify.sampling import Sampling, draw
 from models.errors import EyasError
 
 LOSSLESS = {"lossless": True, "typical": False}  # verify.rule: whether the output keeps the target's distribution

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.intervals import RESAMPLES, Interval, Sums, estimate, estimates, tau_sums
+from eval.numbers.intervals import RESAMPLES, Interval, Sums, estimate, estimates, tau_sums
 
 POSITION_EDGES = (0, *(512 << i for i in range(8)))  # 0, 512, 1k, 2k, ... 64k tokens
 NO_CATEGORY = "none"  # what reports call the prompts without a category, where others have one
@@ -56,7 +56,7 @@ class Acceptance:
     rate[k]: share of all passes that accepted depth k (unconditional): tau = 1 + sum(rate).
     conditional[k]: the same among passes that accepted depth k - 1.
     interval, rate_interval[k], conditional_interval[k]: 95% percentile bootstrap over prompts of tau and of the rates,
-    all from the same draws; None where fewer than `eval.intervals.MIN_PROMPTS` prompts can tell.
+    all from the same draws; None where fewer than `eval.numbers.intervals.MIN_PROMPTS` prompts can tell.
     accepted_mean = tau - 1 (drafts only, no bonus).
     """
 
