@@ -33,7 +33,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 pytest: $(SMOLLM2)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

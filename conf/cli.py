@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +46,10 @@ def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
     def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
         @functools.wraps(run)
         def main() -> None:
-            plainly = nullcontext if os.environ.get(FULL_ERROR) == "1" else told_plainly
+            full = os.environ.get(FULL_ERROR) == "1"
+
+            def plainly() -> AbstractContextManager[None]:
+                return nullcontext() if full else told_plainly(job)
 
             def task(composed: DictConfig) -> Any:
                 with plainly():  # here too: an exception that passes through Hydra adds lines of its own
@@ -114,7 +117,7 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def told_plainly() -> Iterator[None]:
+def told_plainly(job: str) -> Iterator[None]:
     """Turn a user's mistake, or a full disk, into its message and exit code 2."""
     try:
         yield
@@ -126,7 +129,8 @@ def told_plainly() -> Iterator[None]:
             raise
         leave(told)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from what is finished", file=sys.stderr)
+        goes = "starts again" if job in MEASURING else "continues where it stopped"
+        print(f"interrupted; the same command {goes}", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 

@@ -18,7 +18,7 @@ def run(workplace: Path) -> str:  # noqa: F811
 
 def test_short_forms_of_eval(run: str, workplace: Path) -> None:  # noqa: F811
     (workplace / "asked.jsonl").write_text("{}")
-    cfg = config(f"drafter={run}", "prompts=asked.jsonl", "eval.costs.tune=true", "eval.gamma=3", job="eval")
+    cfg = config(f"drafter={run}", "prompts=asked.jsonl", "eval.tune=true", "eval.gamma=3", job="eval")
     assert (cfg.drafter_path, cfg.verify.prompts, cfg.verify.tune, cfg.verify.gamma) == (run, "asked.jsonl", True, 3)
     cfg = config(f"drafter=[{run},ngram,model:tiny:llama]", job="eval")
     assert cfg.drafter_path == [run, "ngram", "model:tiny:llama"]
