@@ -132,14 +132,14 @@ def test_what_a_killed_export_left_is_cleared_away(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left, told_plainly():
+    with pytest.raises(SystemExit) as left, told_plainly("train"):
         raise OSError(errno.ENOSPC, "No space left on device", "outputs/x/optimizer.pt")
     assert left.value.code == 2
     assert capsys.readouterr().err == "error: outputs/x/optimizer.pt: No space left on device\n"
 
 
 def test_a_file_that_should_be_there_keeps_its_stack_trace(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), told_plainly():
+    with pytest.raises(FileNotFoundError), told_plainly("train"):
         (tmp_path / "absent").read_text()
 
 
