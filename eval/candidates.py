@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -31,6 +33,9 @@ from models.vocab import DraftVocab
 
 NGRAM, MODEL = "ngram", "model:"
 CLASSIC = ("medusa", "eagle1")
+RUN_CONFIG = "config.yaml"  # of a run's folder
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,23 @@ def load_drafter(source: Path, config: PretrainedConfig, target: str, device: st
                 f"drafter_path={source}: made for a {what} of {found[what]}, target.path={target} has {size}; "
                 "it was trained for another target"
             )
+    warn_of_target(source, target)
     return drafter
+
+
+def warn_of_target(source: Path, target: str) -> None:
+    """Say so if the run that a checkpoint or export lies in named another target: sizes alone don't tell."""
+    near = (folder / RUN_CONFIG for folder in (source, *source.absolute().parents[:2]))
+    try:
+        told = yaml.safe_load(next(file for file in near if file.is_file()).read_text(encoding="utf-8"))
+        trained_for = told["target"]["path"]
+    except (StopIteration, OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return
+    if trained_for != target:
+        log.warning(
+            "drafter_path=%s: trained for target.path=%s; if %s is another model, little will be accepted",
+            source, trained_for, target,
+        )  # fmt: skip
 
 
 def load_model(source: str, **how: Any) -> Target:

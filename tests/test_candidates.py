@@ -109,7 +109,9 @@ def test_names_are_short_and_told_apart() -> None:
     assert [candidate.name for candidate in told_apart([a, b, a, b])] == ["x", "x (2)", "x (3)", "x (2) (2)"]
 
 
-def test_a_drafter_for_another_target_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_drafter_for_another_target_is_refused(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     target = Target.load(str(folder))
     save_drafter(drafter_of(target, (1, 2, 3)), tmp_path)
     assert load_drafter(tmp_path, target.config, "mine", "cpu").vocab.size == 270
@@ -120,5 +122,9 @@ def test_a_drafter_for_another_target_is_refused(folder: Path, tmp_path: Path) -
             load_drafter(tmp_path, config, "mine", "cpu")
     with pytest.raises(EyasError, match="drafter_path=.*nothing.*give a run, a checkpoint or an export"):
         load_drafter(tmp_path / "nothing", target.config, "mine", "cpu")
+    assert "trained for" not in caplog.text
+    (tmp_path / "config.yaml").write_text("target: {path: other}")
+    load_drafter(tmp_path, target.config, "mine", "cpu")
+    assert "trained for target.path=other; if mine is another model" in caplog.text
     with pytest.raises(EyasError, match="drafter_path=model:/nowhere"):
         load_model("model:/nowhere", dtype="float32")
