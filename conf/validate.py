@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from conf.explain import every_key, unknown
 from conf.options import check_drafter, check_strategy
 from conf.schema import Config
-from conf.values import drafters, expand, packaged, refuse, typed_keys, value
+from conf.values import NGRAM, drafters, expand, is_folder, packaged, refuse, typed_keys, value
 from data.chats.rows import inputs_of
 from models.errors import EyasError
 
@@ -130,8 +130,7 @@ CONFLICTS: tuple[Conflict, ...] = (
 )
 TREES = ("chain", "dynamic", "medusa", "eagle1")  # anything else is a file
 LEVELLED = ("chain", "dynamic")
-NGRAM = ("ngram_min", "ngram_max")
-DRAFT_MODEL = "model:"
+MATCHES = ("ngram_min", "ngram_max")
 MEASURING = ("eval", "lossless", "profile")  # verbs that load drafters and prompts
 SERVERS = ("model", "concurrency", "retries", "timeout", "api_key_env")
 UNUSED: tuple[Conflict, ...] = (
@@ -155,15 +154,15 @@ UNUSED: tuple[Conflict, ...] = (
     ),
     (
         "verify.gamma",
-        lambda c: c.verify.tree not in LEVELLED and "ngram" not in drafters(c),
+        lambda c: c.verify.tree not in LEVELLED and NGRAM not in drafters(c),
         "verify.tree has levels of its own",
     ),
-    ("verify.gamma", lambda c: c.verify.tune and "ngram" not in drafters(c), "verify.tune chooses the levels"),
+    ("verify.gamma", lambda c: c.verify.tune and NGRAM not in drafters(c), "verify.tune chooses the levels"),
     ("verify.draws", lambda c: c.verify.tree == "dynamic", "a dynamic tree drafts the likeliest tokens"),
     ("verify.typical_eps", lambda c: c.verify.rule != "typical", "verify.rule is not typical"),
     ("verify.typical_delta", lambda c: c.verify.rule != "typical", "verify.rule is not typical"),
     ("verify.tune_prompts", lambda c: not c.verify.tune, "verify.tune is off"),
-    *((f"verify.{key}", lambda c: "ngram" not in drafters(c), "drafter_path has no ngram") for key in NGRAM),
+    *((f"verify.{key}", lambda c: NGRAM not in drafters(c), "drafter_path has no ngram") for key in MATCHES),
 )
 
 
@@ -251,10 +250,10 @@ def check_drafters(cfg: Config, job: str) -> None:
         refuse(cfg, "drafter_path", "must be a folder, ngram, model:TARGET, or a list of these")
     if len(set(found)) < len(found):
         refuse(cfg, "drafter_path", "names the same drafter twice")
-    if job == "export" and (len(found) > 1 or any(e == "ngram" or e.startswith(DRAFT_MODEL) for e in found)):
+    if job == "export" and (len(found) > 1 or not all(map(is_folder, found))):
         refuse(cfg, "drafter_path", "one trained drafter is exported at a time")
     for entry in found:
-        if entry != "ngram" and not entry.startswith(DRAFT_MODEL) and not Path(entry).exists():
+        if is_folder(entry) and not Path(entry).exists():
             raise EyasError(f"drafter_path={entry}: no such file or folder (looked in {Path.cwd()})")
 
 

@@ -10,6 +10,7 @@ from conf import CONF_DIR
 from conf.schema import Config
 from models.errors import EyasError
 
+NGRAM, MODEL = "ngram", "model:"  # entries of drafter_path that are no folders
 PACKAGED = "eyas:"  # data files shipped with the package: eyas:quickstart/train.jsonl
 PACKAGED_DIR = CONF_DIR.parent / "data"
 
@@ -57,3 +58,8 @@ def drafters(cfg: Config) -> list[str]:
     """The entries of ``drafter_path``; none: this run's own."""
     given = cfg.drafter_path
     return [] if given is None else list(given) if isinstance(given, list) else [given]
+
+
+def is_folder(entry: str) -> bool:
+    """Whether an entry of ``drafter_path`` names a folder: a trained drafter."""
+    return entry != NGRAM and not entry.startswith(MODEL)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from conf.schema import VerifyConfig
+from conf.values import MODEL, NGRAM
 from eval.drafts.draft_model import ModelSession, check_same_tokenizer, draft_vocab
 from eval.drafts.drafting import DraftingProposer
 from eval.drafts.dynamic_tree import DynamicTree
@@ -27,13 +28,11 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.packed import pack_linears
 from models.portable import open_drafter
-from models.run_folder import best_checkpoint
+from models.run_folder import CONFIG, beside_run, best_checkpoint
 from models.target import Target
 from models.vocab import DraftVocab
 
-NGRAM, MODEL = "ngram", "model:"
 CLASSIC = ("medusa", "eagle1")
-RUN_CONFIG = "config.yaml"  # of a run's folder
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +66,17 @@ class Candidate:
         assert self.vocab is not None, "n-grams have no vocabulary"
         return self.vocab
 
+    def tapped(self, target: Target) -> Target:
+        """The target as this candidate's training forward reads it: with the drafter's own taps."""
+        return target if self.drafter is None else target.tapped(self.drafter.tap_ids)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Length of text that it was made for; None: any."""
+        if self.model is not None:
+            return context_length(self.model.config)
+        return self.drafter.max_positions if self.drafter else None
+
     def proposer(self, target: Target, sampling: Sampling, verify: VerifyConfig, slots: int) -> Proposer:
         proposer = self._proposer(target, sampling, verify, slots)
         if not verify.adaptive and verify.off_above is None:
@@ -81,13 +91,7 @@ class Candidate:
         session = self.session(slots)
         if self.drafter is not None and tuple(target.tap_ids) != tuple(self.drafter.tap_ids):
             session = OfTaps(session, target, self.drafter.tap_ids)
-        return DraftingProposer(
-            session,
-            self.drafts,
-            self.shape,
-            sampling,
-            draws=verify.draws,
-        )
+        return DraftingProposer(session, self.drafts, self.shape, sampling, draws=verify.draws)
 
     def about(self) -> dict[str, Any]:
         """Its entry of ``drafters`` in report.json."""
@@ -101,6 +105,12 @@ class Candidate:
 
     def with_shape(self, shape: Shape) -> Candidate:
         return replace(self, shape=shape)
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Longest text the positions of a model with this text config allow."""
+    found = getattr(config, "max_position_embeddings", None)
+    return None if found is None else int(found)
 
 
 class OfTaps:
@@ -204,11 +214,10 @@ def load_drafter(source: Path, config: PretrainedConfig, target: str, device: st
 
 def warn_of_target(source: Path, target: str) -> None:
     """Say so if the run that a checkpoint or export lies in named another target: sizes alone don't tell."""
-    near = (folder / RUN_CONFIG for folder in (source, *source.absolute().parents[:2]))
+    config = beside_run(source, CONFIG)
     try:
-        told = yaml.safe_load(next(file for file in near if file.is_file()).read_text(encoding="utf-8"))
-        trained_for = told["target"]["path"]
-    except (StopIteration, OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        trained_for = yaml.safe_load(config.read_text(encoding="utf-8"))["target"]["path"] if config else target
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return
     if trained_for != target:
         log.warning(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PretrainedConfig
 
 from conf.schema import VerifyConfig
-from eval.candidates import Candidate
+from conf.values import NGRAM
+from eval.candidates import Candidate, context_length
 from eval.costs.cost import theory
 from eval.decode import PLAIN, Answer, Decoded, decode_all
 from eval.drafts.proposers import PlainProposer, Proposer
@@ -96,27 +96,22 @@ def measure(
         log.warning("verify.batch_sizes: %d at a time need as many prompts, there are %d", most, len(prompts))
     runs, rows, comparisons = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
     texts: dict[tuple[str, float], list[Text]] = {}
+    first = bench.verify.batch_sizes[0]
+    how: dict[str, Any] = {"seed": bench.seed, "processes": bench.processes}
+    how["quiet"] = quiet or bench.processes.rank > 0
     for temperature in bench.verify.temperatures:
         decoder = bench.decoder(temperature)
-        found = {
-            size: decode_all(
-                decoder,
-                bench.ways(decoder, min(size, len(prompts))),
-                prompts,
-                min(size, len(prompts)),
-                seed=bench.seed,
-                processes=bench.processes,
-                quiet=quiet or bench.processes.rank > 0,
-            )
-            for size in bench.verify.batch_sizes
-        }
+        found = {}
+        for size in bench.verify.batch_sizes:
+            slots = min(size, len(prompts))
+            found[size] = decode_all(decoder, bench.ways(decoder, slots), prompts, slots, **how)
         for candidate in bench.candidates:
             of_candidate = {size: (ways[candidate.name], ways.get(PLAIN)) for size, ways in found.items()}
             runs.append(Measured(bench, candidate, decoder, prompts, of_candidate).run())
-            answers = of_candidate[bench.verify.batch_sizes[0]][0].answers
+            answers = of_candidate[first][0].answers
             rows += [row(decoder, candidate.name, prompts, answer) for answer in answers]
             texts[candidate.name, temperature] = [Text(a.prompt, a.out.tokens) for a in answers]
-        comparisons += compare(bench, temperature, found[bench.verify.batch_sizes[0]], len(prompts))
+        comparisons += compare(bench, temperature, found[first], len(prompts))
     report = {
         "version": VERSION,
         "definition": DEFINITION,
@@ -170,13 +165,13 @@ class Measured:
         found = compare_costs(speed(drafted), speed(plain))
         passes = [one for answer in drafted.answers for one in answer.out.rounds]
         chain = [one.accepted for one in passes], [one.drafted for one in passes]
-        told = self.candidate.is_chain and self.candidate.kind != "ngram"
+        told = self.candidate.is_chain and self.candidate.kind != NGRAM
         return found | {"theory": theory(*chain, found["draft"]) if told else None}
 
     @property
     def drafts(self) -> str:
         """How drafts were drawn, in words."""
-        if self.candidate.kind == "ngram":
+        if self.candidate.kind == NGRAM:
             return "n-grams of the text"
         if self.decoder.sampling.greedy:
             return "argmax" if self.candidate.is_chain else "top-k"
@@ -193,7 +188,7 @@ class Measured:
             return None
         assert candidate.frozen is not None
         texts = [Text(answer.prompt, answer.out.tokens) for answer in answers]
-        target, levels = self.bench.target.tapped(candidate.drafter.tap_ids), candidate.shape.levels
+        target, levels = candidate.tapped(self.bench.target), candidate.shape.levels
         found: dict[str, Any] = simulate(
             target, candidate.drafter, candidate.frozen, texts, levels, greedy=sampling.greedy
         )
@@ -305,7 +300,7 @@ def row(decoder: Decoder, name: str, prompts: Sequence[Prompt], answer: Answer) 
 def settings(bench: Bench, prompts: Sequence[Prompt], about: Mapping[str, Any]) -> dict[str, Any]:
     verify, target = bench.verify, bench.target
     lossless = Rule(verify.rule).lossless
-    has_ngrams = any(candidate.kind == "ngram" for candidate in bench.candidates)
+    has_ngrams = any(candidate.kind == NGRAM for candidate in bench.candidates)
     words = "lossless: argmax match at T = 0, rejection sampling otherwise"
     typical = f"typical acceptance, eps {verify.typical_eps:g}, delta {verify.typical_delta:g}: changes the output"
     sampling = bench.decoder(verify.temperatures[0]).sampling.describe()
@@ -360,18 +355,11 @@ def processor() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def context_length(config: PretrainedConfig) -> int | None:
-    """Longest text the positions of a target with this text config allow."""
-    found = getattr(config, "max_position_embeddings", None)
-    return None if found is None else int(found)
-
-
 def warn_of_positions(bench: Bench, prompts: Sequence[Prompt]) -> None:
     """Beyond the positions that a drafter was made for it may guess badly; the output stays the target's own."""
     longest = max(len(prompt.ids) for prompt in prompts) + bench.verify.max_new_tokens
     for candidate in bench.candidates:
-        limit = candidate.drafter.max_positions if candidate.drafter else None
-        limit = context_length(candidate.model.config) if candidate.model else limit
+        limit = candidate.max_positions
         if limit is not None and longest > limit:
             log.warning(
                 "%s was made for %d positions, texts reach %d: acceptance may fall beyond (tau by position tells)",

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from conf.schema import Config, VerifyConfig
-from conf.values import drafters
+from conf.values import NGRAM, drafters, is_folder
 from data.chats.dialects import Dialect
 from data.documents.corpus import Corpus, read_corpus, read_documents
 from data.documents.held_out import check_training_data
@@ -23,9 +23,8 @@ from data.look.report import compare_prompts
 from data.masks.template import ChatTemplate
 from data.prepare import TargetFiles
 from eval.candidates import (
-    MODEL,
-    NGRAM,
     Candidate,
+    context_length,
     drafter_folder,
     independent,
     load_drafter,
@@ -39,7 +38,7 @@ from eval.costs.cost import CostModel
 from eval.costs.predict import measure_costs, predictions, tuned
 from eval.look.page import token_texts
 from eval.look.report import print_report, write_report
-from eval.measure import Bench, context_length, measure
+from eval.measure import Bench, measure
 from eval.processes import Processes
 from eval.prompts import PlainText, Prompt, describe, prompt_template, read_prompts, usable
 from eval.verify.accept import Rule
@@ -132,7 +131,7 @@ def load_drafters(cfg: Config, config: PretrainedConfig, device: str) -> dict[st
     found: dict[str, Drafter | None] = {}
     entries: list[str | None] = [*drafters(cfg)]
     for entry in entries or [None]:
-        if entry is not None and (entry == NGRAM or entry.startswith(MODEL)):
+        if entry is not None and not is_folder(entry):
             found[entry] = None
             continue
         source = drafter_folder(entry, run)

@@ -12,6 +12,7 @@ STATE = "state.json"  # of a checkpoint; lists a digest of each of its files
 BEST = "best.json"  # which checkpoint has the best simulated tau
 
 log = logging.getLogger(__name__)
+CONFIG = "config.yaml"  # the configuration that a run was begun with
 
 
 def best_checkpoint(run_dir: Path) -> Path | None:
@@ -24,6 +25,12 @@ def best_checkpoint(run_dir: Path) -> Path | None:
         return best
     log.warning("%s is missing or damaged: taking the newest whole checkpoint instead", best)
     return latest_checkpoint(run_dir)
+
+
+def beside_run(source: Path, name: str) -> Path | None:
+    """The file of that name in a run's folder, or in that of the run that a checkpoint or export lies in."""
+    near = (folder / name for folder in (source, *source.absolute().parents[:2]))
+    return next((file for file in near if file.is_file()), None)
 
 
 def has_begun(run_dir: Path) -> bool:

@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from conf.cli import entry
 from conf.schema import Config
-from eval.candidates import CLASSIC, NGRAM, Candidate, ngrams
+from conf.values import NGRAM
+from eval.candidates import CLASSIC, Candidate, ngrams
 from eval.drafts.dynamic_tree import DynamicTree
 from eval.drafts.proposers import PlainProposer, Proposer, ScriptedProposer
 from eval.drafts.shapes import Shape, chain, classic, fit

@@ -12,8 +12,7 @@ import yaml
 from conf.schema import Config
 from models.errors import EyasError
 from models.files import write_atomic
-
-CONFIG = "config.yaml"
+from models.run_folder import CONFIG
 
 # Keys, or sections, that change no weight: where things lie, how they are shown, how the work is cut up.
 # Those of target and data are proven by content instead: the digests of a checkpoint's state.

@@ -20,7 +20,7 @@ from data.prepare import Inputs
 from models.errors import EyasError
 from models.files import write_atomic
 from models.load_frozen import read_config
-from models.run_folder import has_begun
+from models.run_folder import beside_run, has_begun
 
 DATA, PAGE, PLOT = "data.json", "preview.html", "draft_vocab.png"
 
@@ -88,10 +88,12 @@ def prompt_identity(template: ChatTemplate) -> dict[str, Any]:
 
 def compare_prompts(template: ChatTemplate, drafter: Path) -> None:
     """Warn if the run that ``drafter`` (a checkpoint or an export) lies in read text that was rendered otherwise."""
-    found = [folder / DATA for folder in (drafter, *drafter.absolute().parents[:2]) if (folder / DATA).is_file()]
+    told = beside_run(drafter, DATA)
+    if told is None:
+        return
     try:
-        trained: Mapping[str, Any] = json.loads(found[0].read_text(encoding="utf-8"))["prompt"]
-    except (IndexError, OSError, ValueError, KeyError):
+        trained: Mapping[str, Any] = json.loads(told.read_text(encoding="utf-8"))["prompt"]
+    except (OSError, ValueError, KeyError):
         return
     now = json.loads(json.dumps(prompt_identity(template), default=str))
     for key, value in now.items():

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conf.schema import VerifyConfig
-from eval.candidates import NGRAM, Candidate
+from conf.values import NGRAM
+from eval.candidates import Candidate, context_length
 from eval.costs.cost import BUDGET, POSITIONS, SIZES, WIDTHS, CostModel, DraftCost, measure_draft, measure_target
 from eval.costs.ranks import Ranks
 from eval.costs.tune import (
@@ -32,7 +33,7 @@ from eval.costs.tune import (
 from eval.decode import PLAIN, decode_all
 from eval.drafts.proposers import PlainProposer
 from eval.drafts.shapes import StaticTree, chain
-from eval.measure import Bench, context_length
+from eval.measure import Bench
 from eval.numbers.simulated import Text, accepts, can_simulate, chain_taus, model_accepts, scored
 from eval.prompts import Prompt
 from eval.verify.sampling import Sampling
@@ -74,7 +75,7 @@ def measure_costs(target: Target, candidates: Sequence[Candidate], *, budget: fl
         if candidate.kind == NGRAM:
             draft[candidate.name] = DraftCost()
             continue
-        own = target if candidate.drafter is None else target.tapped(candidate.drafter.tap_ids)
+        own = candidate.tapped(target)
         behind = max(1, min(past, positions_of(candidate, context) - 2 * max(SIZES)))
         levels = min(TIMED_LEVELS, (candidate.drafter.max_depth if candidate.drafter else None) or TIMED_LEVELS)
         chosen = Sizes.fitting(positions_of(candidate, context) - behind - 1, levels)
@@ -85,9 +86,7 @@ def measure_costs(target: Target, candidates: Sequence[Candidate], *, budget: fl
 
 def positions_of(candidate: Candidate, context: int) -> int:
     """Longest text that both the target, of this context, and the candidate can read."""
-    own = candidate.drafter.max_positions if candidate.drafter else None
-    own = context_length(candidate.model.config) if candidate.model else own
-    return context if own is None else min(context, own)
+    return min(context, candidate.max_positions or context)
 
 
 def predictions(
@@ -118,7 +117,7 @@ def predict(
 
     Trees are grown on every other text and judged on the rest; with fewer than four texts on the same ones.
     """
-    own = target if candidate.drafter is None else target.tapped(candidate.drafter.tap_ids)
+    own = candidate.tapped(target)
     temperature = sampling.temperature
     if unknown(sampling, verify):
         return untold(candidate.name, temperature)

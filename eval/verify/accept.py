@@ -75,8 +75,9 @@ def accept(
 ) -> Accepted:
     """Judge a verified tree.
 
-    logits [1 + N, V]: the target's after the root and after each node; ids: the confirmed tokens, the root last;
-    best: the argmax of each row, from callers who read those of a whole batch at once (T = 0 without penalties).
+    logits [1 + N, V]: the target's after the root and after each node; ids: the confirmed tokens, the root last (read
+    only where ``sampling.needs_context``); best: the argmax of each row, from callers who read those of a whole batch
+    at once (T = 0 without penalties).
     At T = 0 both rules are the argmax match: typical acceptance turns into it, as a point mass has no entropy.
     """
     drafted: list[int] = tree.tokens.tolist() if sampling.needs_context else []

@@ -250,7 +250,8 @@ def judge_all(decoder: Decoder, trees: Sequence[DraftTree], logits: Tensor, acti
     for tree, one in zip(trees, active, strict=True):
         own = slice(start, start + 1 + len(tree))
         argmax = None if best is None else best[own]
-        verdicts.append(accept(decoder.rule, sampling, tree, logits[own], one.ids, one.request.uniform, argmax))
+        ids = one.ids if sampling.needs_context else ()  # long texts are not copied for nothing
+        verdicts.append(accept(decoder.rule, sampling, tree, logits[own], ids, one.request.uniform, argmax))
         start = own.stop
     return verdicts
 
