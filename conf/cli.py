@@ -27,8 +27,9 @@ from omegaconf import DictConfig
 
 from conf import CONF_DIR, PRIMARY
 from conf.explain import MISTAKES, check_arguments, explain, of_the_disk
+from conf.rules import MEASURING, RESERVED_NAMES
 from conf.schema import Config
-from conf.validate import MEASURING, RESERVED_NAMES, resolve
+from conf.validate import resolve
 from models.errors import EyasError
 from models.visible import visible
 
@@ -40,8 +41,13 @@ INTERRUPTED = 130
 log = logging.getLogger(__name__)
 
 
-def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
-    """Make ``run(cfg)`` the entry point of the verb ``job`` (also the name of its log)."""
+def entry(
+    job: str, sweep: Callable[[Sequence[str]], int] | None = None
+) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
+    """Make ``run(cfg)`` the entry point of the verb ``job`` (also the name of its log).
+
+    ``sweep`` takes the overrides of a ``--multirun`` that asks nothing special of Hydra, and returns the exit code.
+    """
 
     def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
         @functools.wraps(run)
@@ -56,8 +62,11 @@ def entry(job: str) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
                     return run(prepare(composed, job))
 
             task.__module__ = job  # Hydra names the job after the module; under ``python -m`` that is __main__
-            with plainly(), exceptions_from_hydra():
+            with plainly():
                 sys.argv[1:] = checked_arguments(spelled_out(sys.argv[1:], job))
+                if sweep and is_plain_sweep(sys.argv[1:]):
+                    sys.exit(sweep(sys.argv[2:]))
+            with plainly(), exceptions_from_hydra():
                 hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=PRIMARY)(task)()
 
         return main
@@ -114,6 +123,14 @@ def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """The command line, with ``--multirun`` in front (Hydra's parser can't find it between overrides)."""
     check_arguments([argument for argument in arguments if not argument.startswith("-")])
     return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+
+
+def is_plain_sweep(arguments: Sequence[str]) -> bool:
+    """Whether there is ``--multirun``, no other flag, and no launcher, sweeper or folder for Hydra's own sweeps."""
+    hydras = ("-", "hydra/", "hydra.sweep", "hydra.launcher")
+    return arguments[:1] in (["-m"], ["--multirun"]) and not any(
+        argument.lstrip("+~").startswith(hydras) for argument in arguments[1:]
+    )
 
 
 @contextmanager

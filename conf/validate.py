@@ -7,163 +7,32 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from conf.explain import every_key, unknown
-from conf.options import check_drafter, check_strategy
+from conf.options import check_drafter, check_strategy, method_of
+from conf.rules import (
+    AT_LEAST,
+    AT_MOST,
+    CHOICES,
+    CONFLICTS,
+    LEVELLED,
+    MEASURING,
+    OVERLAP_ONLY,
+    PATHS,
+    RANGES,
+    RESERVED_NAMES,
+    TREES,
+    UNUSED,
+)
 from conf.schema import Config
-from conf.values import NGRAM, drafters, expand, is_folder, packaged, refuse, typed_keys, value
+from conf.values import drafters, expand, is_folder, packaged, refuse, typed_keys, value
 from data.chats.rows import inputs_of
 from models.errors import EyasError
-
-RESERVED_NAMES = ("features", "sweeps")  # folders of outputs/ that are not runs
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "device": ("auto", "cpu", "cuda"),
-    "features": ("store", "online"),
-    "target.dtype": ("float32", "bfloat16", "float16"),
-    "data.supervise": ("assistant", "last", "all"),
-    "data.too_long": ("cut", "split", "reject"),
-    "data.tools": ("render", "reject"),
-    "data.duplicates": ("drop", "keep"),
-    "data.decontaminate": ("warn", "drop", "keep"),
-    "regenerate.cut": ("drop", "keep"),
-    "verify.draws": ("without_replacement", "with_replacement", "top"),
-    "verify.rule": ("lossless", "typical"),
-    "store.dtype": ("bfloat16", "float32"),
-    "optim.name": ("adamw", "muon"),
-    "optim.schedule": ("cosine", "wsd", "constant"),
-    "train.loss": ("ce", "kl", "lk", "tv", "expected_length"),
-    "train.depth_weights": ("decay", "dpace"),
-    "train.precision": ("auto", "fp32", "bf16"),
-    "export.dtype": ("bfloat16", "float16", "float32"),
-    "tracker.wandb": ("offline", "online", "disabled"),
-}
-
-AT_LEAST: dict[str, int] = {
-    "seed": 0,
-    "threads": 0,
-    "preview": 0,
-    "data.workers": 0,
-    "regenerate.max_new_tokens": 1,
-    "regenerate.batch_size": 1,
-    "regenerate.concurrency": 1,
-    "regenerate.retries": 0,
-    "data.max_length": 3,  # fewer tokens than the first draft needs
-    "data.max_documents": 1,
-    "store.shard_mib": 1,
-    "store.batch_tokens": 1,
-    "train.steps": 1,
-    "train.bin_tokens": 1,
-    "train.bins_per_step": 1,
-    "train.depths": 1,
-    "train.chunk": 1,
-    "train.log_every": 1,
-    "train.eval_every": 0,
-    "train.save_every": 0,
-    "train.keep_last": 1,
-    "verify.max_prompts": 1,
-    "verify.max_new_tokens": 1,
-    "verify.gamma": 1,
-    "verify.branch": 1,
-    "verify.nodes": 1,
-    "verify.off_above": 0,
-    "verify.ngram_min": 1,
-    "verify.ngram_max": 1,
-    "verify.top_k": 0,
-    "verify.tune_prompts": 1,
-}
-
-AT_MOST: dict[str, int] = {"seed": 2**32 - 1, "threads": 4096, "store.shard_mib": 1 << 20}
-
-# Single files and folders; the readers of target.path and data.path tell names from paths themselves.
-PATHS = (
-    "output_dir",
-    "data.cache_dir",
-    "store.dir",
-    "export.dir",
-    "verify.prompts",
-    "regenerate.out",
-    "train.init_from",
-)
-
-Range = tuple[str, Callable[[float], bool]]
-ABOVE_ZERO: Range = ("above 0", lambda x: x > 0)
-NOT_NEGATIVE: Range = ("0 or more", lambda x: x >= 0)
-SHARE: Range = ("between 0 and 1", lambda x: 0 <= x <= 1)
-RANGES: dict[str, Range] = {
-    "data.valid_fraction": ("0 or more and below 1", lambda x: 0 <= x < 1),
-    "optim.lr": ABOVE_ZERO,
-    "optim.muon_lr": ABOVE_ZERO,
-    "optim.weight_decay": NOT_NEGATIVE,
-    "optim.warmup": NOT_NEGATIVE,
-    "optim.min_lr": SHARE,
-    "optim.decay": SHARE,
-    "optim.max_grad_norm": ABOVE_ZERO,
-    "train.epochs": ABOVE_ZERO,
-    "train.decay": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "train.depth_keep": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "regenerate.temperature": NOT_NEGATIVE,
-    "regenerate.timeout": ABOVE_ZERO,
-    "regenerate.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "verify.top_p": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "verify.min_p": SHARE,
-    "verify.repetition_penalty": ABOVE_ZERO,
-    "verify.typical_eps": ("0 or more and below 1", lambda x: 0 <= x < 1),
-    "verify.typical_delta": ABOVE_ZERO,
-}
-
-# A key typed by the user that another key makes void: (key, the other key is in force, what to do)
-Conflict = tuple[str, Callable[[Config], bool], str]
-CONFLICTS: tuple[Conflict, ...] = (
-    ("train.epochs", lambda c: c.train.steps is not None, "train.steps is set too; give one (train.steps=null)"),
-    ("verify.tree", lambda c: c.verify.tune, "verify.tune chooses the tree; give one of them"),
-    (
-        "data.valid_fraction",
-        lambda c: c.data.valid_path is not None,
-        "data.valid_path is set too; give one (data.valid_path=null)",
-    ),
-)
-TREES = ("chain", "dynamic", "medusa", "eagle1")  # anything else is a file
-LEVELLED = ("chain", "dynamic")
-MATCHES = ("ngram_min", "ngram_max")
-MEASURING = ("eval", "lossless", "profile")  # verbs that load drafters and prompts
-SERVERS = ("model", "concurrency", "retries", "timeout", "api_key_env")
-UNUSED: tuple[Conflict, ...] = (
-    ("optim.muon_lr", lambda c: c.optim.name != "muon", "optim.name is not muon"),
-    ("optim.decay", lambda c: c.optim.schedule != "wsd", "optim.schedule is not wsd"),
-    ("optim.min_lr", lambda c: c.optim.schedule == "constant", "optim.schedule is constant"),
-    ("train.decay", lambda c: c.train.depth_weights != "decay", "train.depth_weights is not decay"),
-    ("train.decay", lambda c: c.train.loss == "expected_length", "train.loss=expected_length weighs depths itself"),
-    ("train.depth_weights", lambda c: c.train.loss == "expected_length", "train.loss=expected_length needs none"),
-    ("store.dir", lambda c: c.features == "online", "features is online"),
-    ("regenerate.batch_size", lambda c: c.regenerate.server is not None, "a server batches itself"),
-    *((f"regenerate.{key}", lambda c: c.regenerate.server is None, "regenerate.server is not set") for key in SERVERS),
-    ("regenerate.top_p", lambda c: c.regenerate.temperature == 0, "regenerate.temperature is 0 (greedy)"),
-    *(
-        (f"verify.{key}", lambda c: not any(c.verify.temperatures), "verify.temperatures are all 0 (greedy)")
-        for key in ("top_k", "top_p", "min_p", "draws", "typical_eps", "typical_delta")
-    ),
-    *(
-        (f"verify.{key}", lambda c: c.verify.tree != "dynamic", "verify.tree is not dynamic")
-        for key in ("branch", "nodes")
-    ),
-    (
-        "verify.gamma",
-        lambda c: c.verify.tree not in LEVELLED and NGRAM not in drafters(c),
-        "verify.tree has levels of its own",
-    ),
-    ("verify.gamma", lambda c: c.verify.tune and NGRAM not in drafters(c), "verify.tune chooses the levels"),
-    ("verify.draws", lambda c: c.verify.tree == "dynamic", "a dynamic tree drafts the likeliest tokens"),
-    ("verify.typical_eps", lambda c: c.verify.rule != "typical", "verify.rule is not typical"),
-    ("verify.typical_delta", lambda c: c.verify.rule != "typical", "verify.rule is not typical"),
-    ("verify.tune_prompts", lambda c: not c.verify.tune, "verify.tune is off"),
-    *((f"verify.{key}", lambda c: NGRAM not in drafters(c), "drafter_path has no ngram") for key in MATCHES),
-)
 
 
 def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -278,7 +147,7 @@ def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
     """Raise EyasError for the first impossible value or combination."""
     for key, allowed in CHOICES.items():
         if value(cfg, key) not in allowed:
-            refuse(cfg, key, f"must be one of {', '.join(allowed)}")
+            refuse(cfg, key, f"must be one of {', '.join(name or 'null' for name in allowed)}")
     for key, least in AT_LEAST.items():
         if value(cfg, key) is not None and value(cfg, key) < least:
             refuse(cfg, key, f"must be at least {least}")
@@ -292,10 +161,12 @@ def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
     check_name(cfg)
     check_lists(cfg)
     check_schedule(cfg)
+    check_joint(cfg)
     if cfg.train.depth_keep < 1 and (cfg.train.loss == "expected_length" or cfg.train.depth_weights == "dpace"):
         refuse(cfg, "train.depth_keep", "must be 1 with train.loss=expected_length or train.depth_weights=dpace")
     check_strategy(cfg.strategy)
     check_drafter(cfg.drafter)
+    check_method(cfg)
     typed = typed_keys(overrides)
     for key, in_force, reason in CONFLICTS:
         if key in typed and in_force(cfg):
@@ -325,7 +196,7 @@ def check_name(cfg: Config) -> None:
 def check_lists(cfg: Config) -> None:
     """Lists whose length or order matters, and paths, which may be one or several."""
     taps = cfg.target.taps
-    if taps is not None and (not taps or min(taps) < 0 or sorted(set(taps)) != list(taps)):
+    if taps and (min(taps) < 0 or sorted(set(taps)) != list(taps)):
         refuse(cfg, "target.taps", "must be ascending, distinct boundary ids (0 = the embedding's output)")
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
         refuse(cfg, "optim.betas", "must be two numbers, each 0 or more and below 1")
@@ -359,6 +230,30 @@ def check_schedule(cfg: Config) -> None:
         refuse(cfg, "optim.decay", f"does not fit behind optim.warmup={optim.warmup}: together more than the run")
 
 
+def check_joint(cfg: Config) -> None:
+    """What training the target along asks of the target and of the length of the run."""
+    joint, steps = cfg.joint, cfg.train.steps
+    if joint.backbone == "full":
+        if joint.distill:
+            refuse(cfg, "joint.distill", "needs joint.backbone=lora, whose adapters can be switched off")
+        if cfg.target.quantize is not None:
+            refuse(cfg, "target.quantize", "quantized weights can't be trained; joint.backbone=lora trains adapters")
+        if cfg.target.dtype != "float32":
+            refuse(cfg, "target.dtype", "too coarse to train with joint.backbone=full; use float32, or lora")
+    if joint.backbone != "none" and joint.warmup >= 1 and steps is not None and joint.warmup >= steps:
+        refuse(cfg, "joint.warmup", f"as long as the whole run (train.steps={steps})")
+
+
+def check_method(cfg: Config) -> None:
+    """What the rest of the configuration asks of the drafter's method."""
+    method = method_of(cfg.drafter)
+    levels = method.levels(cfg.drafter)
+    if levels is not None and cfg.train.depths > levels:
+        refuse(cfg, "train.depths", f"deeper than the drafter can draft ({levels} levels by its options)")
+    if cfg.export.layout is not None and cfg.drafter_path is None:
+        method.check_layout(cfg.export.layout)
+
+
 def notes(cfg: Config, overrides: Sequence[str]) -> list[str]:
     """What is allowed but probably not meant; entry points log these."""
     typed = typed_keys(overrides)
@@ -368,9 +263,23 @@ def notes(cfg: Config, overrides: Sequence[str]) -> list[str]:
             f"data.valid_path={cfg.data.valid_path} comes from the recipe, not from your data.path; "
             "data.valid_path=null holds out a part of your own data instead"
         )
-    if cfg.verify.gamma > cfg.train.depths and cfg.verify.tree in LEVELLED:
+    found += untrained(cfg)
+    if cfg.train.loss in OVERLAP_ONLY and cfg.train.init_from is None:
         found.append(
-            f"verify.gamma={cfg.verify.gamma} drafts deeper than train.depths={cfg.train.depths}: "
-            "the depths beyond are never trained"
+            f"train.loss={cfg.train.loss} learns next to nothing from scratch: its gradient vanishes where draft and "
+            "target hardly overlap (arXiv 2602.23881); train with ce or kl first and give train.init_from=RUN"
         )
     return found
+
+
+def untrained(cfg: Config) -> list[str]:
+    """A note if drafts go deeper than training does, unless the method means to."""
+    method = method_of(cfg.drafter)
+    levels = method.levels(cfg.drafter)
+    deepest = cfg.verify.gamma if levels is None else min(cfg.verify.gamma, levels)  # deeper trees are trimmed
+    if method.recursive or cfg.verify.tree not in LEVELLED or deepest <= cfg.train.depths:
+        return []
+    return [
+        f"verify.gamma={cfg.verify.gamma} drafts deeper than train.depths={cfg.train.depths}: "
+        "the depths beyond are never trained"
+    ]

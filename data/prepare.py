@@ -20,6 +20,7 @@ from data.masks.template import ChatTemplate, Example
 from models.errors import EyasError
 from models.load_frozen import config_eos_ids, fingerprint, read_config
 from models.pypi import resolve
+from models.quantize import computed_in
 from models.target import Target, check_taps, default_taps, load_tokenizer, special_ids
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Inputs:
 
     def key(self, examples: Sequence[Example]) -> str:
         """Digest of all that determines these documents' features: the name of their store."""
-        dtype, compute = self.store["dtype"], self.target["dtype"]
+        dtype, compute = self.store["dtype"], computed_in(self.target["dtype"], self.target.get("quantize"))
         return store_key(examples, self.files.fingerprint, self.files.tap_ids, dtype, compute_dtype=compute)
 
     def folder(self, examples: Sequence[Example]) -> Path:
@@ -120,6 +121,7 @@ class Inputs:
             device=device,
             trust_remote_code=self.target["trust_remote_code"],
             chat_template=self.target["chat_template"],
+            quantize=self.target.get("quantize"),
         )
         log.info("target %s: %d trainable parameters", self.files.folder, target.trainable_parameters())
         return target

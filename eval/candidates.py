@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from eval.verify.sampling import Sampling
 from models.drafter import Drafter, DraftSession
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.load_frozen import plain_config
 from models.packed import pack_linears
 from models.portable import open_drafter
 from models.run_folder import CONFIG, beside_run, best_checkpoint
@@ -42,6 +43,7 @@ class Candidate:
     """One way to draft. name: unique in the report; path: where it comes from, None for n-grams.
 
     drafter: a trained one, with the frozen target tensors it reads; model: an independent one; n-grams: neither.
+    tuned: what is known of a target that was trained along with the drafter (target.json), None for a frozen one.
     shape: its draft tree, trimmed to what it can draft; n-grams always draft chains.
     """
 
@@ -53,6 +55,7 @@ class Candidate:
     frozen: FrozenTarget | None = None
     model: Target | None = None
     vocab: DraftVocab | None = None
+    tuned: Mapping[str, Any] | None = None
 
     def session(self, slots: int) -> DraftSession:
         if self.model is not None:
@@ -97,7 +100,8 @@ class Candidate:
         """Its entry of ``drafters`` in report.json."""
         tree = "chain" if self.is_chain else "dynamic" if isinstance(self.shape, DynamicTree) else "static"
         sizes = {"levels": self.shape.levels, "nodes": self.shape.nodes}
-        return {"name": self.name, "kind": self.kind, "path": self.path, "tree": tree, **sizes}
+        changed = None if self.tuned is None else {key: self.tuned.get(key) for key in ("kind", "perplexity")}
+        return {"name": self.name, "kind": self.kind, "path": self.path, "tree": tree, **sizes, "target": changed}
 
     @property
     def is_chain(self) -> bool:
@@ -122,7 +126,8 @@ class OfTaps:
             raise EyasError(f"target.taps={list(target.tap_ids)}: the drafter reads {list(taps)}")
         width = target.hidden_size
         starts = [target.tap_ids.index(tap) * width for tap in taps]
-        self.columns = torch.cat([torch.arange(start, start + width) for start in starts]).to(target.device)
+        columns = [column for start in starts for column in range(start, start + width)]
+        self.columns = torch.tensor(columns, dtype=torch.int64, device=target.device)
         self.session = session
         self.reset, self.move, self.expand = session.reset, session.move, session.expand
 
@@ -197,7 +202,7 @@ def drafter_folder(path: str | None, run: Path) -> Path:
 def load_drafter(source: Path, config: PretrainedConfig, target: str, device: str) -> Drafter:
     """A checkpoint or export of a drafter, checked against the target's (text) config. Raises EyasError."""
     try:
-        drafter = open_drafter(source, target_layers=int(config.num_hidden_layers)).to(device)
+        drafter = open_drafter(source, target=plain_config(config, Path(target))).to(device)
     except EyasError as error:
         raise EyasError(f"drafter_path={source}: {error}; give a run, a checkpoint or an export") from error
     wanted = {"vocabulary": int(config.vocab_size), "hidden size": int(config.hidden_size)}

@@ -67,6 +67,11 @@ class Slots:
     def __len__(self) -> int:
         return int(self.index.shape[0])
 
+    @property
+    def counts(self) -> list[int]:
+        """Rows of each depth."""
+        return [int(n) for n in self.valid.sum(1).tolist()]
+
     def rows(self) -> tuple[Tensor, Tensor]:
         """(k [R], s [R]): depth and slot number of every row, depth by depth. The order of all states."""
         k, s = self.valid.nonzero(as_tuple=True)

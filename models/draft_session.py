@@ -100,32 +100,50 @@ class Rows:
             else:
                 stored[layer].flatten(0, 1).index_copy_(0, self.places, new.to(stored.dtype))
 
-    def attend(self, query: Tensor, layer: int = 0) -> Tensor:
-        """Attention of the asked tokens or of all: query [M, nq, D] -> [M, nq, D]. Call :meth:`write` before."""
+    def attend(self, query: Tensor, layer: int = 0, skip: int = 0) -> Tensor:
+        """Attention of the asked tokens or of all: query [M, nq, D] -> [M, nq, D]. Call :meth:`write` before.
+
+        ``skip``: the first places of every slot that hold nothing for this layer; a token there sees itself alone.
+        """
         counts = self.counts if query.shape[0] == self.positions.shape[0] else [1] * len(self.slots)
-        keys, values = (t[layer, self.window, : self.width].transpose(1, 2) for t in self.store)
-        mask = self._mask(counts)
+        # Where no token at hand lies among the skipped places, they are simply left out.
+        first = skip if min(self.confirmed or self.starts) >= skip else 0
+        keys, values = (t[layer, self.window, first : self.width].transpose(1, 2) for t in self.store)
+        mask = self._mask(counts, first, skip - first)
         query = pad(query, counts).transpose(1, 2).to(keys.dtype)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
         return side_by_side(out.transpose(1, 2), counts)
 
-    def _mask(self, counts: Sequence[int]) -> Tensor | None:
-        """Which of the first ``width`` places the queries may look at, [A, 1, longest, width] bool; None: all."""
+    def _mask(self, counts: Sequence[int], first: int = 0, skip: int = 0) -> Tensor | None:
+        """Which of the places ``first`` .. ``width`` the queries may look at, [A, 1, longest, those] bool; None: all.
+        ``skip``: as many of them, from place 0 on, that only the token there sees."""
         device, slots = self.positions.device, len(self.slots)
         if self.seen is not None:
-            mask = torch.zeros(slots, 1, max(counts), self.width, dtype=torch.bool, device=device)
+            mask = torch.zeros(slots, 1, max(counts), self.width - first, dtype=torch.bool, device=device)
             for own, seen, length, end in zip(
                 mask, self.seen.split(list(counts)), self.confirmed, self.ends, strict=True
             ):
-                own[..., :length] = True
-                own[0, : len(seen), length:end] = seen[:, : end - length]
+                own[..., skip : length - first] = True
+                own[0, : len(seen), length - first : end - first] = without(seen[:, : end - length], skip - length)
             return mask
-        place = torch.arange(self.width, device=device)
+        place = torch.arange(first, self.width, device=device)
+        if skip:
+            position = self.positions if len(self.positions) == sum(counts) else self.positions[self.asked]
+            here = (place <= position[:, None]) & (place >= skip) | (place == position[:, None])
+            return pad(here, counts)[:, None]
         if max(counts) > 1:
             return pad(place <= self.positions[:, None], counts)[:, None]
         if min(self.ends) == self.width:
             return None
         return (place < torch.tensor(self.ends, device=device)[:, None])[:, None, None]
+
+
+def without(seen: Tensor, ancestors: int) -> Tensor:
+    """``seen`` [n, room] bool of nodes without their first so many ancestors; every node, the last it sees, remains."""
+    if ancestors <= 0:
+        return seen
+    rank = seen.cumsum(1)
+    return seen & ((rank > ancestors) | (rank == rank[:, -1:]))
 
 
 def pad(rows: Tensor, counts: Sequence[int]) -> Tensor:

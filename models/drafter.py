@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from models.batch import Batch, Slots, slots_of
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.heads import DraftHead
 from models.objective import Objective, Score
 from models.vocab import DraftVocab
 
@@ -66,11 +67,30 @@ class TrainSpec:
     depths: int
     seed: int = 0
     per_slot: bool = False  # keep alpha and agreement of every slot (validation)
+    # Joint training: weights of the sums of the target's own term and of the drafter's (0 and 1: the target is frozen).
+    lm_weight: float = 0.0
+    draft_weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A drafter in one serving layout: tensors by the names that engines read, config.json (its dtype apart, which the
+    writer of the folder adds), and the name of the weight file."""
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+    weights: str = "model.safetensors"
+
+
+class NotServed(EyasError):
+    """No engine can draft with it: it can be trained and measured, and not exported."""
 
 
 class Drafter(nn.Module, ABC):
     """A trainable drafter. Frozen target tensors are never its parameters or buffers: they are arguments."""
 
+    layouts: ClassVar[tuple[str, ...]] = ()  # the serving layouts it can be written in, the default first
+    recursive: ClassVar[bool] = False  # repeats what one depth was trained for (EAGLE-1): it may draft deeper than that
     vocab: DraftVocab
     tap_ids: tuple[int, ...]
 
@@ -87,13 +107,28 @@ class Drafter(nn.Module, ABC):
             if isinstance(value, int) and value < 1 and (key.startswith("num_") or key.endswith(("_size", "_dim"))):
                 raise EyasError(f"drafter.{key}={value}: must be at least 1")
 
+    @classmethod
+    def levels(cls, options: Mapping[str, Any]) -> int | None:
+        """:attr:`max_depth` of what :meth:`create` makes of these options: mistakes are told before any work."""
+        return None
+
     @abstractmethod
     def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
         """States [R, H] of every counted (depth, slot), in the order of ``slots.rows()``, ready for the head."""
 
     @abstractmethod
-    def head_weight(self, frozen: FrozenTarget) -> Tensor:
-        """The draft head's weight [Vd, H]."""
+    def head(self, frozen: FrozenTarget) -> DraftHead:
+        """The draft head that scores the states of :meth:`unroll`."""
+
+    def extra_terms(self, states: Tensor, slots: Slots, batch: Batch) -> Tensor | None:
+        """What the method adds to the objective: for every row of ``slots.rows()`` a number [R], differentiable, to be
+        weighted by depth and summed. None: nothing."""
+        return None
+
+    @property
+    def logit_weight(self) -> float:
+        """Weight of the objective beside :meth:`extra_terms`."""
+        return 1.0
 
     @abstractmethod
     def session(self, frozen: FrozenTarget, slots: int = 1) -> DraftSession:
@@ -114,6 +149,10 @@ class Drafter(nn.Module, ABC):
         """Length of text that the drafter's positions were made for; None: any."""
         return None
 
+    def take_over(self, options: Mapping[str, Any]) -> None:
+        """Go on training with those of these options that say how to train, not what the drafter is."""
+        return
+
     @abstractmethod
     def architecture(self) -> dict[str, Any]:
         """JSON-able options that rebuild this module with :meth:`from_architecture` (vocabulary apart)."""
@@ -124,22 +163,47 @@ class Drafter(nn.Module, ABC):
         """An uninitialised module of that architecture, to be filled from a state dict."""
 
     @abstractmethod
-    def serving(self, frozen: FrozenTarget) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and config.json of the portable serving layout."""
+    def serving(self, frozen: FrozenTarget, layout: str | None = None) -> Serving:
+        """Tensors and config.json of a serving layout, one of :attr:`layouts`; None: the one that suits best.
+
+        A config may carry a note ``eyas`` for reading it back, which engines ignore; :func:`models.portable.serve` adds
+        method and layout to it.
+        """
 
     @classmethod
     def from_serving(
-        cls, tensors: dict[str, Tensor], config: dict[str, Any], target_layers: int | None = None
+        cls, tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any] | None = None
     ) -> Drafter:
-        """The inverse of :meth:`serving`, in float32; ``target_layers`` where the config leaves the taps open."""
+        """The inverse of :meth:`serving` for all its layouts, in float32, and for the checkpoints of other trainers of
+        the method. ``target``: the target's text config, for what ``config`` leaves open.
+
+        Raises EyasError that names the tensor which is missing, unexpected or misshapen.
+        """
         raise EyasError(f"{cls.__name__}: can't be read back from a serving folder; use a checkpoint of the run")
+
+    @classmethod
+    def check_layout(cls, layout: str | None) -> str:
+        """The serving layout of that name, None: the first. Raises EyasError for one that it can't be written in, and
+        NotServed if there is none."""
+        if not cls.layouts:
+            raise NotServed(f"a {cls.__name__} has no serving layout: no engine drafts with it")
+        if layout is not None and layout not in cls.layouts:
+            raise EyasError(f"export.layout={layout}: a {cls.__name__} is written as {' or '.join(cls.layouts)}")
+        return layout or cls.layouts[0]
 
     def forward(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Score:
         """Unroll and score a batch: the call that DDP and DeepSpeed wrap."""
         slots = slots_of(batch, spec.depths).thinned(spec.objective.depth_keep, spec.seed)
         states = self.unroll(batch, slots, frozen)
-        teacher = frozen.teacher(batch, self.vocab)
-        return spec.objective(states, self.head_weight(frozen), slots, teacher, per_slot=spec.per_slot)
+        teacher, objective = frozen.teacher(batch, self.vocab), spec.objective
+        score = objective(states, self.head(frozen), slots, teacher, per_slot=spec.per_slot)
+        if (terms := self.extra_terms(states, slots, batch)) is not None:
+            depth = slots.rows()[0]
+            added = (terms.float() * objective.fixed_weights(depth)).sum()
+            score.loss_sum = self.logit_weight * score.loss_sum + added
+            sums = terms.new_zeros(slots.depths, dtype=torch.float64)
+            score.extra = sums.index_add_(0, depth, terms.detach().double())
+        return score
 
     def trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters() if p.requires_grad)

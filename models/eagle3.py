@@ -9,24 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from models.attention import Spans, ttt_attention
-from models.batch import Batch, Slots
-from models.draft_session import LayerSession, Rows
-from models.drafter import Drafter
+from models.drafter import Serving
 from models.eagle3_serving import eagle3_config, read_eagle3
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.heads import DraftHead
 from models.layers import MLP, Attention, RMSNorm
-from models.portable import fill_module
-from models.rope import apply_rope, rope_parameters
+from models.recurrent import DraftLayer, LayerConfig, RecurrentDrafter, last_layer_weight, random_linears
 from models.vocab import DraftVocab
+from models.weight_files import fill_module
 
 
 def check_norms(fc_norm: bool, norm_before_fc: bool) -> None:
@@ -35,17 +31,9 @@ def check_norms(fc_norm: bool, norm_before_fc: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(LayerConfig):
     """Dimensions and flags; everything that rebuilds the module, vocabulary apart."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_parameters: dict[str, Any]
     tap_ids: tuple[int, ...]
     target_layers: int
     norm_before_fc: bool = False  # one RMSNorm over the concatenated taps
@@ -53,47 +41,15 @@ class Eagle3Config:
     norm_output: bool = False  # EAGLE-3.1: the next depth reads the normed state
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_norms(self.fc_norm, self.norm_before_fc)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise EyasError(
-                f"drafter.num_key_value_heads={self.num_key_value_heads} must divide "
-                f"drafter.num_attention_heads={self.num_attention_heads}"
-            )
 
     @classmethod
-    def for_target(
-        cls,
-        target: dict[str, Any],
-        tap_ids: tuple[int, ...],
-        *,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        **flags: bool,
-    ) -> Eagle3Config:
-        """As wide as the target unless told otherwise. A mixture-of-experts target names its expert width
-        ``intermediate_size``; a drafter narrower than its residual stream makes no sense, so the MLP is then
-        three times the hidden size."""
-        hidden = target["hidden_size"]
-        heads = num_attention_heads or target["num_attention_heads"]
-        width = target.get("intermediate_size") or 0
-        return cls(
-            hidden_size=hidden,
-            intermediate_size=intermediate_size or (width if width >= hidden else 3 * hidden),
-            num_attention_heads=heads,
-            num_key_value_heads=num_key_value_heads or target.get("num_key_value_heads") or heads,
-            head_dim=head_dim or target.get("head_dim") or hidden // target["num_attention_heads"],
-            rms_norm_eps=target.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=target.get("max_position_embeddings", 2048),
-            rope_parameters=rope_parameters(target),
-            tap_ids=tap_ids,
-            target_layers=target["num_hidden_layers"],
-            **flags,
-        )
+    def for_target(cls, target: Mapping[str, Any], tap_ids: tuple[int, ...], **options: Any) -> Self:
+        return cls.like_target(target, tap_ids=tap_ids, target_layers=target["num_hidden_layers"], **options)
 
 
-class MidLayer(nn.Module):
+class MidLayer(DraftLayer):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -108,15 +64,13 @@ class MidLayer(nn.Module):
     def inputs(self, embedding: Tensor, feature: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embedding), self.hidden_norm(feature)], -1)
 
-    def finish(self, feature: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection, residual and MLP: feature [n, H], attention output [n, nq, D] -> [n, H]."""
-        x = feature + self.self_attn.o_proj(mixed.flatten(-2))
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
 
-
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(RecurrentDrafter):
     """See the module docstring; built by :meth:`create` or :meth:`from_architecture`."""
+
+    config: Eagle3Config
+
+    layouts = ("vllm",)
 
     def __init__(self, config: Eagle3Config, vocab: DraftVocab) -> None:
         super().__init__()
@@ -130,15 +84,7 @@ class Eagle3Drafter(Drafter):
             self.input_norm = RMSNorm(taps * hidden, config.rms_norm_eps)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(hidden, config.rms_norm_eps) for _ in range(taps))
-        self.rotary = LlamaRotaryEmbedding(
-            LlamaConfig(
-                hidden_size=hidden,
-                num_attention_heads=config.num_attention_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_position_embeddings,
-                rope_parameters=dict(config.rope_parameters),
-            )
-        )
+        self.rotary = config.rotary()
 
     # --- construction ---
 
@@ -185,12 +131,8 @@ class Eagle3Drafter(Drafter):
             norm_output=norm_output,
         )
         drafter = cls(config, vocab)
-        generator = torch.Generator().manual_seed(seed)
+        random_linears(drafter, torch.Generator().manual_seed(seed))
         with torch.no_grad():
-            for module in drafter.modules():
-                if isinstance(module, nn.Linear):
-                    std = module.in_features**-0.5
-                    module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * std)
             if init_fc:
                 drafter.fc.weight.zero_()
                 drafter.fc.weight[:, -config.hidden_size :] = torch.eye(config.hidden_size)
@@ -207,21 +149,12 @@ class Eagle3Drafter(Drafter):
         own = dict(self.midlayer.named_parameters())
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
             own[f"{name}.weight"].zero_()
-            own[f"{name}.weight"][:, self.config.hidden_size :] = self._source(
-                layer, name, own[f"{name}.weight"].shape[0]
-            )
+            rows = own[f"{name}.weight"].shape[0]
+            own[f"{name}.weight"][:, self.config.hidden_size :] = last_layer_weight(layer, name, rows)
         pairs = {n: n for n in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
         pairs |= {"hidden_norm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
         for mine, theirs in pairs.items():
-            own[f"{mine}.weight"].copy_(self._source(layer, theirs, own[f"{mine}.weight"].shape[0]))
-
-    @staticmethod
-    def _source(layer: dict[str, Tensor], name: str, rows: int) -> Tensor:
-        weight = layer.get(f"{name}.weight")
-        if weight is None or weight.shape[0] != rows:
-            found = "missing" if weight is None else f"has {weight.shape[0]} rows, the drafter {rows}"
-            raise EyasError(f"drafter.init_layer=true: {name}.weight of the target's last layer {found}")
-        return weight
+            own[f"{mine}.weight"].copy_(last_layer_weight(layer, theirs, own[f"{mine}.weight"].shape[0]))
 
     def architecture(self) -> dict[str, Any]:
         return asdict(self.config)
@@ -244,112 +177,44 @@ class Eagle3Drafter(Drafter):
         out: Tensor = self.fc(taps)
         return out.to(self.dtype)
 
-    def rope(self, heads: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.rotary(heads, positions[None])
-        return apply_rope(heads, cos[0], sin[0])
+    @property
+    def layer(self) -> MidLayer:
+        return self.midlayer
 
-    def keys_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        attn = self.midlayer.self_attn
-        return self.rope(attn.split(attn.k_proj(inputs)), positions), attn.split(attn.v_proj(inputs))
+    def feature(self, taps: Tensor, final: Tensor) -> Tensor:
+        return self.fuse(taps)
 
-    def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        attn = self.midlayer.self_attn
-        return self.rope(attn.split(attn.q_proj(inputs)), positions)
+    def inputs(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        return self.midlayer.inputs(embedding, feature), feature
+
+    def scored(self, state: Tensor) -> Tensor:
+        out: Tensor = self.norm(state)
+        return out
 
     def next_feature(self, state: Tensor) -> Tensor:
-        """What the next depth reads as its feature."""
         out: Tensor = self.norm(state) if self.config.norm_output else state
         return out
 
-    # --- training ---
+    def head(self, frozen: FrozenTarget) -> DraftHead:
+        return DraftHead(self.lm_head.weight)
 
-    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
-        """Depth 0 needs keys of every token; queries, MLP and all deeper depths only run where loss counts."""
-        layer = self.midlayer
-        last = batch.num_tokens - 1
-        ahead = torch.arange(1, batch.num_tokens + 1, device=batch.input_ids.device).clamp_max(last)
-        positions = batch.positions
-        feature = self.fuse(batch.taps)
-        inputs = layer.inputs(frozen.embed(batch.input_ids[ahead]).to(self.dtype), feature)
-        key, value = self.keys_values(inputs, positions)
-        index = slots.index
-        feature, inputs = feature[index], inputs[index]
-        keys: list[Tensor] = []  # of each slot's own lineage
-        values: list[Tensor] = []
-        counts, states = slots.valid.sum(1).tolist(), []
-        for k in range(slots.depths):
-            if k and counts[k] < counts[k - 1]:
-                still = slots.valid[k][slots.valid[k - 1]]
-                index, feature = index[still], feature[still]
-                keys, values = [t[still] for t in keys], [t[still] for t in values]
-            here = positions[index] + k
-            if k:
-                token = batch.input_ids[(index + 1 + k).clamp_max(last)]
-                inputs = layer.inputs(frozen.embed(token).to(self.dtype), feature)
-                own = self.keys_values(inputs, here)
-                keys.append(own[0])
-                values.append(own[1])
-            spans = Spans.of(index, batch.cu_seqlens)
-            state = layer.finish(feature, ttt_attention(self.queries(inputs, here), key, value, keys, values, spans))
-            states.append(self.norm(state))
-            feature = self.next_feature(state)
-        return torch.cat(states)
-
-    def head_weight(self, frozen: FrozenTarget) -> Tensor:
-        return self.lm_head.weight
+    def head_linear(self, frozen: FrozenTarget) -> nn.Linear:
+        return self.lm_head
 
     # --- drafting and serving ---
 
-    @property
-    def target_hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
-
-    def session(self, frozen: FrozenTarget, slots: int = 1) -> Eagle3Session:
-        return Eagle3Session(self, frozen, slots)
-
-    def serving(self, frozen: FrozenTarget) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def serving(self, frozen: FrozenTarget, layout: str | None = None) -> Serving:
+        self.check_layout(layout)
         tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
         if not self.vocab.is_full:
             tensors |= {"d2t": self.vocab.d2t, "t2d": self.vocab.t2d}
-        return tensors, eagle3_config(asdict(self.config), self.vocab, frozen.config)
+        return Serving(tensors, eagle3_config(asdict(self.config), self.vocab, frozen.config))
 
     @classmethod
     def from_serving(
-        cls, tensors: dict[str, Tensor], config: dict[str, Any], target_layers: int | None = None
+        cls, tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any] | None = None
     ) -> Eagle3Drafter:
-        architecture, vocab, weights = read_eagle3(tensors, config, target_layers)
+        architecture, vocab, weights = read_eagle3(tensors, config, target or {})
         drafter = cls.from_architecture(architecture, vocab)
         fill_module(drafter, weights)
         return drafter
-
-
-class Eagle3Session(LayerSession):
-    """Incremental drafting (see models/drafter.py): the index rule of ``unroll``, one depth of all slots at a time."""
-
-    def __init__(self, drafter: Eagle3Drafter, frozen: FrozenTarget, slots: int = 1) -> None:
-        config = drafter.config
-        super().__init__(drafter.fc.weight, slots, config.hidden_size, config.num_key_value_heads, config.head_dim)
-        self.drafter, self.frozen = drafter, frozen
-
-    def feature(self, taps: Tensor, final: Tensor) -> Tensor:
-        return self.drafter.fuse(taps)
-
-    def next_feature(self, states: Tensor) -> Tensor:
-        return self.drafter.next_feature(states)
-
-    def read(self, feature: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
-        drafter, layer, attn = self.drafter, self.drafter.midlayer, self.drafter.midlayer.self_attn
-        inputs = layer.inputs(self.frozen.embed(tokens).to(drafter.dtype), feature)
-        cos, sin = (t[0] for t in drafter.rotary(inputs, rows.positions[None]))
-        rows.write(apply_rope(attn.split(attn.k_proj(inputs)), cos, sin), attn.split(attn.v_proj(inputs)))
-        asked = rows.asked
-        query = apply_rope(attn.split(attn.q_proj(inputs[asked])), cos[asked], sin[asked])
-        return layer.finish(feature[asked], rows.attend(query))
-
-    def logits(self, states: Tensor) -> Tensor:
-        out: Tensor = self.drafter.lm_head(self.drafter.norm(states))
-        return out

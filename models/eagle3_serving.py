@@ -6,16 +6,18 @@ tapped layers differently, spell the rope differently, and skip in silence what 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from models.errors import EyasError
-from models.portable import read_vocab
-from models.rope import rope_parameters
+from models.layer_serving import llama_config, read_llama_config, refuse_other
 from models.vocab import DraftVocab
+from models.weight_files import read_vocab
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # the one name that every engine registers
+EMBEDDING, ROTARY = "embed_tokens.weight", "rotary_emb.inv_freq"
 FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -30,8 +32,6 @@ def eagle3_config(architecture: dict[str, Any], vocab: DraftVocab, target_config
     ``architecture`` holds the fields of Eagle3Config; ``target_config`` is the target's text config, from which
     come the token ids and the exceptions an engine makes for its family.
     """
-    rope = dict(architecture["rope_parameters"])
-    scaled = rope["rope_type"] != "default"
     taps, layers = tuple(architecture["tap_ids"]), int(architecture["target_layers"])
     nested: dict[str, Any] = {
         "use_aux_hidden_state": True,
@@ -39,27 +39,8 @@ def eagle3_config(architecture: dict[str, Any], vocab: DraftVocab, target_config
     }
     config = {
         "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_size": architecture["hidden_size"],
-        "intermediate_size": architecture["intermediate_size"],
-        "num_hidden_layers": 1,
-        "num_attention_heads": architecture["num_attention_heads"],
-        "num_key_value_heads": architecture["num_key_value_heads"],
-        "head_dim": architecture["head_dim"],
-        "hidden_act": "silu",
-        "rms_norm_eps": architecture["rms_norm_eps"],
-        "vocab_size": vocab.size,
+        **llama_config(architecture, vocab.size, target_config),
         "draft_vocab_size": len(vocab),
-        "max_position_embeddings": architecture["max_position_embeddings"],
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None,
-        "rope_parameters": rope,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bias": False,
-        "bos_token_id": target_config.get("bos_token_id"),
-        "eos_token_id": target_config.get("eos_token_id"),
         "num_aux_hidden_states": len(taps),
         "norm_before_residual": False,
         **{flag: architecture[flag] for flag in FLAGS},
@@ -84,32 +65,26 @@ def _output_ids(taps: tuple[int, ...], family: str) -> list[int]:
 
 
 def read_eagle3(
-    tensors: dict[str, Tensor], config: dict[str, Any], target_layers: int | None
+    tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any]
 ) -> tuple[dict[str, Any], DraftVocab, dict[str, Tensor]]:
     """The inverse: fields of Eagle3Config, draft vocabulary and state dict of a serving folder.
 
-    Where a foreign config says nothing, engines' defaults hold; ``target_layers`` is needed only if it names no
-    tapped layers.
+    Where a foreign config says nothing, engines' defaults hold; ``target`` (its text config) is needed only if that
+    names no tapped layers.
     """
+    if isinstance(layer := config.get("transformer_layer_config"), Mapping):  # speculators; vLLM's default where unsaid
+        config = {**layer, "norm_before_residual": True, **config}
     weights = own_names(tensors)
     vocab = read_vocab(weights, config)
-    return read_architecture(config, target_layers), vocab, weights
+    return read_architecture(config, target.get("num_hidden_layers")), vocab, weights
 
 
 def read_architecture(config: dict[str, Any], target_layers: int | None) -> dict[str, Any]:
     nested = config.get("eagle_config") or {}
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     _refuse_unsupported(config, nested)
     taps, layers = _taps(config, nested, target_layers)
     return {
-        "hidden_size": hidden,
-        "intermediate_size": int(config["intermediate_size"]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
-        "head_dim": int(config.get("head_dim") or hidden // heads),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "max_position_embeddings": int(config.get("max_position_embeddings", 2048)),
-        "rope_parameters": rope_parameters(config),
+        **read_llama_config(config),
         "tap_ids": taps,
         "target_layers": layers,
         **{flag: bool(nested.get(flag, config.get(flag, False))) for flag in FLAGS},
@@ -117,19 +92,22 @@ def read_architecture(config: dict[str, Any], target_layers: int | None) -> dict
 
 
 def own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names of other trainers: the layer may be ``layers.0`` instead of ``midlayer``."""
+    """Names of other trainers: the layer may be ``layers.0`` instead of ``midlayer``. What they save besides is left
+    out: the target's embedding, which is read in its place, and rotary tables."""
     renamed = {}
     for name, tensor in tensors.items():
+        if name.startswith("layers.1."):
+            raise EyasError(f"{name}: a drafter of several layers is not supported, only of one")
         new = "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
         if new in renamed:
             raise EyasError(f"{name}: present twice, as midlayer.* and as layers.0.*")
-        renamed[new] = tensor
+        if new != EMBEDDING and not new.endswith(ROTARY):
+            renamed[new] = tensor
     return renamed
 
 
 def _refuse_unsupported(config: dict[str, Any], nested: dict[str, Any]) -> None:
     required = {
-        "num_hidden_layers": 1,
         "hidden_act": "silu",
         "target_hidden_size": config["hidden_size"],
         "norm_before_residual": False,
@@ -137,9 +115,7 @@ def _refuse_unsupported(config: dict[str, Any], nested: dict[str, Any]) -> None:
         "mlp_bias": False,
         "bias": False,
     }
-    for key, value in required.items():
-        if config.get(key, value) not in (value, None):
-            raise EyasError(f"config.json: {key}={config[key]} is not supported, only {value}")
+    refuse_other(config, required)  # not num_hidden_layers: an official config says 40 for one layer
     if not nested.get("use_aux_hidden_state", True):
         raise EyasError("config.json: eagle_config.use_aux_hidden_state=false is not supported, only true")
 
@@ -157,7 +133,9 @@ def _taps(config: dict[str, Any], nested: dict[str, Any], layers: int | None) ->
     elif layers:
         taps = default_aux_layers(layers)
     else:
-        raise EyasError("config.json: names no tapped layers; say how many layers the target has (target_layers)")
+        raise EyasError(
+            "config.json: names no tapped layers, and which they are by default depends on the target's config"
+        )
     count = config.get("num_aux_hidden_states") or len(taps)
     if count != len(taps) or list(taps) != sorted(set(taps)):
         raise EyasError(f"config.json: tapped layers {list(taps)} must be num_aux_hidden_states={count} ascending ids")

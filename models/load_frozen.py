@@ -71,6 +71,7 @@ def load_frozen(folder: str | Path, *, dtype: str = "float32", device: str = "cp
         head_bias=read(bias_name) if bias_name in weights else None,
         final_norm=read(norm_name) if norm_name else None,
         layer={key: read(full) for key, full in _last_layer(weights, prefix, config).items()},
+        folder=folder,
     )
 
 
@@ -82,6 +83,7 @@ def assemble(
     head_bias: Tensor | None,
     final_norm: Tensor | None,
     layer: Mapping[str, Tensor],
+    folder: Path | None = None,
 ) -> FrozenTarget:
     """A FrozenTarget from raw tensors: the one place that knows norm offsets, logit scale and what a layer keeps.
 
@@ -90,13 +92,13 @@ def assemble(
     """
     offset = 1.0 if PLUS_ONE_NORMS.fullmatch(config.get("model_type", "")) else 0.0
     kept = {} if config.get("quantization_config") else {k: v for k, v in layer.items() if not EXPERTS.search(k)}
-    multiplier = {k: v + offset if offset and _is_norm(k) else v for k, v in kept.items()}
+    multiplier = {k: v + offset if offset and is_norm(k) else v for k, v in kept.items()}
     scale, softcap = logit_transform(config)
     norm = None if final_norm is None else final_norm + offset if offset else final_norm
-    return FrozenTarget(embedding, head, config, head_bias, scale, softcap, norm, multiplier)
+    return FrozenTarget(embedding, head, config, head_bias, scale, softcap, norm, multiplier, folder)
 
 
-def _is_norm(name: str) -> bool:
+def is_norm(name: str) -> bool:
     return name.endswith("norm.weight") and not name.startswith("linear_attn.")  # that one's gated norm has no offset
 
 

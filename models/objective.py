@@ -4,16 +4,20 @@ States of all depths are unrolled first (a [rows, H] tensor, small beside logits
 the teacher is formed once per position, all depths are scored against it, and the gradients of states and head are
 produced in the same visit, so at most one chunk of logits exists at a time.
 
-Every loss is a function of two numbers of a (slot, depth): ce = -sum_v p(v) log q(v) and
-alpha = sum_v min(p(v), q(v)), over the draft vocabulary, with p the target's exact *full-vocabulary*
-probabilities and q the draft's softmax. So with a = dL/dce, b = dL/dalpha, P = sum_v p(v), m = [q < p]:
-dL/dlogits = a (P q - p) + b q (m - <q, m>).
+Every loss is a function of a few numbers of a (slot, depth), over the draft vocabulary, with p the target's exact
+*full-vocabulary* probabilities, q the draft's softmax and x the document's own next token:
+
+    ce = -sum_v p(v) log q(v)      alpha = sum_v min(p(v), q(v))
+    nll = -log q(x)                top = -sum over the K draft tokens of largest p of p(v) log q(v)   (HASS)
+
+(nll is 0 where x is no draft token). With slopes a, b, c, d of the loss in ce, alpha, nll and top, and the weights
+w = a p + c [v = x] + d p [v in top]: dL/dlogits = (sum_v w) q - w + b q (m - <q, m>), with m = [q < p].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +25,11 @@ from torch import Tensor
 from models.batch import Slots
 from models.errors import EyasError
 from models.frozen import Teacher
+from models.heads import DraftHead
 
-LOSSES = ("ce", "kl", "lk", "tv", "expected_length")
+LOSSES = ("ce", "kl", "lk", "tv", "expected_length", "nll")
+OVERLAP_ONLY = ("tv", "expected_length")  # their gradient vanishes where draft and target hardly overlap
 DEPTH_WEIGHTS = ("decay", "dpace")
-LK_ETA = 3.0
 DPACE_FLOOR = 0.5
 
 
@@ -32,9 +37,11 @@ DPACE_FLOOR = 0.5
 class Score:
     """What a pass over a batch yields. Sums, so that they add over batches and processes.
 
-    loss_sum: 0-d, differentiable; weighted loss summed over slots and depths.
+    loss_sum: 0-d, differentiable; weighted loss summed over slots and depths, what a method adds included.
     Per depth [K] float64: ce (unweighted), kl, alpha, match (draft argmax = the target's full-vocabulary
     argmax), mass (target probability inside the draft vocabulary), count (valid slots).
+    extra [K] float64: a method's own term, unweighted; None: it has none. lm [2] float64: sum of -log p and number of
+    the supervised tokens under a target that is trained along, else None.
     alpha_slots, match_slots [K, S]: the same per slot, zero where invalid (only when asked for).
     """
 
@@ -48,6 +55,20 @@ class Score:
     slots: Slots
     alpha_slots: Tensor | None = None
     match_slots: Tensor | None = None
+    extra: Tensor | None = None
+    lm: Tensor | None = None
+
+
+class Columns(NamedTuple):
+    """The numbers of valid (depth, slot) pairs [R], or of a chunk [K, c] with zeros where invalid."""
+
+    ce: Tensor
+    kl: Tensor
+    alpha: Tensor
+    match: Tensor
+    mass: Tensor
+    nll: Tensor
+    top: Tensor
 
 
 @dataclass(frozen=True)
@@ -59,6 +80,9 @@ class Objective:
     decay: float = 0.8
     chunk: int = 256
     depth_keep: float = 1.0  # share of slots kept from one depth to the next; the weights make up for it
+    top_k: int = 0  # tokens in HASS's top-K term; 0: no such term
+    top_k_weight: float = 1.0
+    lk_eta: float = 3.0  # how fast lk leaves KL behind as the overlap grows
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -67,43 +91,63 @@ class Objective:
             raise EyasError(f"train.depth_weights={self.depth_weights}: must be one of {', '.join(DEPTH_WEIGHTS)}")
         if self.chunk < 1:
             raise EyasError(f"train.chunk={self.chunk}: must be at least 1")
+        if self.top_k < 0:
+            raise EyasError(f"train.top_k={self.top_k}: must be 0 or more")
         if not 0 < self.depth_keep <= 1:
             raise EyasError(f"train.depth_keep={self.depth_keep}: must be above 0 and at most 1")
 
     def __call__(
-        self, states: Tensor, head: Tensor, slots: Slots, teacher: Teacher, *, per_slot: bool = False
+        self, states: Tensor, head: DraftHead, slots: Slots, teacher: Teacher, *, per_slot: bool = False
     ) -> Score:
-        """Score states [R, H] (rows as ``slots.rows()``) under head [Vd, H]; see :class:`Score`."""
-        loss, stats = _ScoreChunks.apply(states, head, slots, teacher, self, torch.is_grad_enabled())
-        ce, kl, alpha, match, mass = (s.double().sum(1) for s in stats)
+        """Score states [R, H] (rows as ``slots.rows()``) under the draft head; see :class:`Score`."""
+        learns = torch.is_grad_enabled()  # which a custom function can't see from inside
+        loss, stats = _ScoreChunks.apply(states, head.weight, head, slots, teacher, self, learns)
+        table = Columns(*stats)
+        ce, kl, alpha, match, mass = (s.double().sum(1) for s in table[:5])
         count = slots.valid.sum(1).double()
-        kept = (stats[2], stats[3]) if per_slot else (None, None)
+        kept = (table.alpha, table.match) if per_slot else (None, None)
         return Score(loss, ce, kl, alpha, match, mass, count, slots, *kept)
 
-    def weighted(self, ce: Tensor, kl: Tensor, alpha: Tensor, valid: Tensor) -> Tensor:
-        """The scalar loss of a chunk from its per-depth numbers, all [K, c] (zero where invalid)."""
-        depths = ce.shape[0]
+    def weighted(self, table: Columns, valid: Tensor) -> Tensor:
+        """The scalar loss of a chunk from its numbers, all [K, c] (zero where invalid)."""
+        alpha, depths = table.alpha, table.alpha.shape[0]
+        weights = self.weights(alpha.detach(), valid) * valid
+        ranked = (self.top_k_weight * table.top * weights).sum() if self.top_k else 0.0
         if self.loss == "expected_length":  # 1 - E[accepted] / K: depth weights are implied by the products
             gone = 1.0 - torch.cumprod(alpha, 0).sum(0) / depths
-            return (gone * valid[0]).sum()
-        if self.loss == "ce":
-            loss = ce
-        elif self.loss == "kl":
-            loss = kl
+            return (gone * valid[0]).sum() + ranked
+        if self.loss == "lk":  # hybrid: lean on KL while the overlap is small
+            lam = torch.exp(-self.lk_eta * alpha.detach())
+            loss = lam * table.kl + (1.0 - lam) * (1.0 - alpha)
         elif self.loss == "tv":
             loss = 1.0 - alpha
-        else:  # LK hybrid: lean on KL while the overlap is small
-            lam = torch.exp(-LK_ETA * alpha.detach())
-            loss = lam * kl + (1.0 - lam) * (1.0 - alpha)
-        return (loss * self.weights(alpha.detach(), valid) * valid).sum()
+        else:
+            loss = {"ce": table.ce, "kl": table.kl, "nll": table.nll}[self.loss]
+        return (loss * weights).sum() + ranked
 
     def weights(self, alpha: Tensor, valid: Tensor) -> Tensor:
         """Depth weights [K, c] or [K, 1]: decay^k, or D-PACE (how much of the expected length hangs on depth k)."""
         k = torch.arange(alpha.shape[0], device=alpha.device, dtype=torch.float32)[:, None]
         if self.depth_weights == "decay":
-            return (self.decay / self.depth_keep) ** k
+            return self.fixed_weights(k)
         survive = torch.cumprod((1.0 - DPACE_FLOOR) * alpha + DPACE_FLOOR, 0) * valid
         return survive.flip(0).cumsum(0).flip(0) / self.depth_keep**k
+
+    def fixed_weights(self, depth: Tensor) -> Tensor:
+        """decay^k, made up for the slots that are left out: also what a method's own term is weighted with."""
+        return (self.decay / self.depth_keep) ** depth
+
+
+class Slopes(NamedTuple):
+    """Slopes of a loss in the numbers of :class:`Columns`, alike; None where it does not hang on one."""
+
+    ce: Tensor | None
+    kl: Tensor | None
+    alpha: Tensor | None
+    match: Tensor | None
+    mass: Tensor | None
+    nll: Tensor | None
+    top: Tensor | None
 
 
 class _ScoreChunks(torch.autograd.Function):
@@ -111,51 +155,59 @@ class _ScoreChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, head: Tensor, slots: Slots, teacher: Teacher, objective: Objective, wants: bool
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        head: DraftHead,
+        slots: Slots,
+        teacher: Teacher,
+        objective: Objective,
+        learns: bool,
     ) -> tuple[Tensor, Tensor]:
         depths, total = slots.valid.shape
-        stats = states.new_zeros(5, depths, total, dtype=torch.float32)
+        stats = states.new_zeros(len(Columns._fields), depths, total, dtype=torch.float32)
         loss = states.new_zeros((), dtype=torch.float32)
-        dstates = torch.zeros_like(states if wants else states[:0])
-        dhead = torch.zeros_like(head if wants else head[:0], dtype=torch.float32)
-        weight = head.to(states.dtype)
+        of_states, of_head = (needed and learns for needed in ctx.needs_input_grad[:2])
+        dstates = torch.zeros_like(states if of_states else states[:0])
+        dhead = torch.zeros_like(weight, dtype=torch.float32) if of_head else None
+        weight = weight.to(states.dtype)
         row_of = slots.valid.flatten().long().cumsum(0).view(depths, total) - 1
         for a in range(0, total, objective.chunk):
             part = slice(a, min(a + objective.chunk, total))
             valid = slots.valid[:, part]
+            counts = valid.sum(1).tolist()
             k, s = valid.nonzero(as_tuple=True)
             row = row_of[k, a + s]
-            rows = _Rows.make(states[row], weight, slots.index[a + s] + 1 + k, teacher)
-            table = stats[:, :, part]
-            for i, column in enumerate((rows.ce, rows.kl, rows.alpha, rows.match.float(), rows.mass)):
-                table[i][k, s] = column
-            chunk_loss, da, db = _loss_and_slopes(objective, table[0], table[1], table[2], valid)
+            rows = _Rows.make(states[row], weight, head, counts, slots.index[a + s] + 1 + k, teacher, objective.top_k)
+            table = Columns(*stats[:, :, part])
+            for column, found in zip(table, rows.columns, strict=True):
+                column[k, s] = found.to(column.dtype)
+            chunk_loss, slopes = _loss_and_slopes(objective, table, valid)
             loss += chunk_loss
-            if wants:
-                dlogits = rows.gradient(da[k, s], None if db is None else db[k, s]).to(weight.dtype)
-                dstates[row] = (dlogits @ weight).to(states.dtype)
-                dhead += dlogits.T @ rows.states
-        if wants:
-            ctx.save_for_backward(dstates, dhead.to(head.dtype))
+            if of_states or of_head:
+                dlogits = rows.gradient(Slopes(*(None if t is None else t[k, s] for t in slopes)), head)
+                found = head.backward(dlogits.to(weight.dtype), rows.states, counts, weight, dhead)
+                if of_states:
+                    dstates[row] = found.to(states.dtype)
+        ctx.save_for_backward(dstates, None if dhead is None else dhead.to(head.weight.dtype))
         ctx.mark_non_differentiable(stats)
         return loss, stats
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dstates, dhead = ctx.saved_tensors
-        return dstates * grad.to(dstates.dtype), dhead * grad.to(dhead.dtype), None, None, None, None
+        of_states = dstates * grad.to(dstates.dtype) if ctx.needs_input_grad[0] else None
+        of_head = None if dhead is None else dhead * grad.to(dhead.dtype)
+        return of_states, of_head, None, None, None, None, None
 
 
-def _loss_and_slopes(
-    objective: Objective, ce: Tensor, kl: Tensor, alpha: Tensor, valid: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss of a chunk, its slope in ce (that of kl included: both move with q alike) and in alpha, all [K, c]."""
+def _loss_and_slopes(objective: Objective, table: Columns, valid: Tensor) -> tuple[Tensor, Slopes]:
+    """Loss of a chunk and its slopes [K, c] in its numbers; None where it does not hang on them."""
     with torch.enable_grad():
-        ce, kl, alpha = (t.detach().clone().requires_grad_() for t in (ce, kl, alpha))
-        loss = objective.weighted(ce, kl, alpha, valid.float())
-        by_ce, by_kl, by_alpha = torch.autograd.grad(loss, (ce, kl, alpha), allow_unused=True)
-    slope = sum((t for t in (by_ce, by_kl) if t is not None), torch.zeros_like(ce))
-    return loss.detach(), slope, by_alpha
+        leaves = Columns(*(t.detach().clone().requires_grad_() for t in table))
+        loss = objective.weighted(leaves, valid.float())
+        slopes = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return loss.detach(), Slopes(*slopes)
 
 
 @dataclass
@@ -163,37 +215,74 @@ class _Rows:
     """The valid (depth, slot) pairs of a chunk as R rows: draft and teacher side by side."""
 
     states: Tensor  # [R, H]
+    logits: Tensor | None  # [R, Vd], kept only under a soft cap
     q: Tensor  # [R, Vd] draft probabilities
     p: Tensor  # [U, Vd] teacher probabilities of the U distinct positions
     where: Tensor  # [R] row of p
-    ce: Tensor
-    kl: Tensor
-    alpha: Tensor
-    match: Tensor
-    mass: Tensor
+    labels: Tensor  # [R] draft id of the document's own token, -1 where it has none
+    likeliest: Tensor | None  # [U, K] draft ids of the target's likeliest tokens
+    columns: Columns
 
     @classmethod
-    def make(cls, states: Tensor, head: Tensor, positions: Tensor, teacher: Teacher) -> _Rows:
+    def make(
+        cls,
+        states: Tensor,
+        weight: Tensor,
+        head: DraftHead,
+        counts: list[int],
+        positions: Tensor,
+        teacher: Teacher,
+        top_k: int,
+    ) -> _Rows:
         distinct, where = torch.unique(positions, return_inverse=True)
         logp = teacher.log_probs(distinct)
         p = logp.exp()
         mass = p.sum(-1)
         entropy = -(p * logp.clamp_min(-1e4)).sum(-1)  # 0 log 0 = 0
-        logits = (states @ head.T).float()
+        logits = head.logits(states, counts, weight).float()
         match = logits.argmax(-1) == teacher.top1[positions]
         lse = torch.logsumexp(logits, -1)
         p_rows = p[where]
         ce = mass[where] * lse - torch.linalg.vecdot(p_rows, logits)
+        labels = teacher.labels[positions]
+        own = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
+        nll = torch.where(labels >= 0, lse - own, 0.0)
+        likeliest = p.topk(min(top_k, p.shape[1]), -1).indices if top_k else None
+        top = torch.zeros_like(nll)
+        if likeliest is not None:
+            chosen = likeliest[where]
+            shares = p_rows.gather(1, chosen)
+            top = shares.sum(-1) * lse - (shares * logits.gather(1, chosen)).sum(-1)
+        kept = logits.clone() if head.softcap else None
         q = logits.sub_(lse[:, None]).exp_()
         alpha = torch.minimum(p_rows, q).sum(-1)
-        return cls(states, q, p, where, ce, ce - entropy[where], alpha, match, mass[where])
+        columns = Columns(ce, ce - entropy[where], alpha, match, mass[where], nll, top)
+        return cls(states, kept, q, p, where, labels, likeliest, columns)
 
-    def gradient(self, a: Tensor, b: Tensor | None) -> Tensor:
-        """d(loss)/d(logits) [R, Vd]; reuses q's memory."""
-        p_rows = self.p[self.where]
-        if b is None:
-            return self.q.mul_((a * self.mass)[:, None]).sub_(p_rows.mul_(a[:, None]))
-        below = (self.q < p_rows).to(self.q.dtype)
-        overlap = torch.linalg.vecdot(self.q, below)
-        inner = (a * self.mass - b * overlap)[:, None] + b[:, None] * below
-        return self.q.mul_(inner).sub_(p_rows.mul_(a[:, None]))
+    def gradient(self, slopes: Slopes, head: DraftHead) -> Tensor:
+        """d(loss)/d(states @ weight.T) [R, Vd]; reuses q's memory."""
+        columns, p_rows = self.columns, self.p[self.where]
+        a = slopes.ce if slopes.kl is None else slopes.kl if slopes.ce is None else slopes.ce + slopes.kl
+        whole = torch.zeros_like(columns.ce) if a is None else a * columns.mass  # what q is multiplied with
+        single: list[tuple[Tensor, Tensor]] = []  # weights of a few tokens of each row: [R, n] draft ids and values
+        if slopes.nll is not None:
+            own = torch.where(self.labels >= 0, slopes.nll, 0.0)
+            single.append((self.labels.clamp_min(0)[:, None], own[:, None]))
+        if slopes.top is not None and self.likeliest is not None:
+            chosen = self.likeliest[self.where]
+            single.append((chosen, p_rows.gather(1, chosen) * slopes.top[:, None]))
+        for _, values in single:
+            whole = whole + values.sum(-1)
+        if slopes.alpha is None:
+            grad = self.q.mul_(whole[:, None])
+        else:
+            below = (self.q < p_rows).to(self.q.dtype)
+            whole = whole - slopes.alpha * torch.linalg.vecdot(self.q, below)
+            grad = self.q.mul_(below.mul_(slopes.alpha[:, None]).add_(whole[:, None]))
+        if a is not None:
+            grad.addcmul_(p_rows, a[:, None], value=-1)
+        for ids, values in single:
+            grad.scatter_add_(1, ids, -values)
+        if head.softcap and self.logits is not None:  # slope of softcap * tanh(z / softcap)
+            grad.mul_(1 - (self.logits / head.softcap).square_())
+        return grad.mul_(head.scale) if head.scale != 1.0 else grad

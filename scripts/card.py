@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from eval.look.table import VERSION, columns, ordered, sections, shape
-from models.portable import served
+from models.drafter import Drafter
+from models.portable import TARGET
+from models.recognise import METHODS, Method
 from scripts.rescore import Rescored
 
+MIMO_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # layers that vLLM's class for MiMo's modules computes
+MIMO_OVERRIDES = {"num_nextn_predict_layers": 1}
 UNITS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -20,49 +24,69 @@ UNITS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 class About:
     """What the card tells besides the folder's config: names as the user gave them, and a report of ``python -m eval``
     on this drafter alone (see `of_drafter`; None: nothing was measured). ``target_path`` is what an engine is given to
-    load."""
+    load. tuned: the target was trained along, and lies in the export's target/; stitched: a copy of the target that
+    carries the modules lies there."""
 
     target: str
     target_path: str
     data: str | None
     report: Mapping[str, Any] | None
+    tuned: bool = False
+    stitched: bool = False
 
 
-def model_card(folder: Path, config: Mapping[str, Any], about: About, proof: Rescored, parameters: int) -> str:
+def model_card(folder: Path, config: Mapping[str, Any], about: About, proof: Rescored, drafter: Drafter) -> str:
+    method = METHODS[config["eyas"]["method"]]
     parts = [
-        front_matter(config, about),
-        f"# Drafter for {about.target}",
-        f"A {config['architectures'][0]} head for speculative decoding of `{about.target}`, trained and exported by "
-        "Eyas. The target verifies every drafted token, so its output stays its own.",
+        front_matter(method, about),
+        f"# {method.title} drafter for {about.target}",
+        introduction(method, about),
         "## Drafter",
-        table(drafter_facts(config, about, parameters)),
+        table(drafter_facts(config, about, drafter)),
         "## Acceptance length",
-        acceptance(about, folder),
+        acceptance(about),
         "## Serving",
-        *serving(folder, config, about),
+        *serving(method, folder, config, about, drafter),
         "## Checks at export",
         f"Read back from this folder and run on a seeded batch: training's unroll, the drafting session and a "
         f"stand-alone forward as engines compute it agree within {proof.engine:.1e} of the largest logit (float32). "
-        f"Casting to {config['dtype']} changed the logits by {proof.rounding:.2%} (rms) of their spread; "
+        f"Casting to {config['dtype']}, the target's tensors that it shares included, changed the logits by "
+        f"{proof.rounding:.2%} (rms) of their spread; "
         f"{proof.top1:.1%} of the drafted tokens on that batch stayed the same.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def front_matter(config: Mapping[str, Any], about: About) -> str:
-    tags = ["speculative-decoding", "drafter", *map(str.lower, config["architectures"])]
+def front_matter(method: Method, about: About) -> str:
+    tags = ["speculative-decoding", "drafter", method.name]
     return "\n".join(["---", f"base_model: {json.dumps(about.target)}", f"tags: {json.dumps(tags)}", "---"])
 
 
-def drafter_facts(config: Mapping[str, Any], about: About, parameters: int) -> Iterator[tuple[str, str]]:
-    yield "target", about.target
+def introduction(method: Method, about: About) -> str:
+    made = f"{method.title} for speculative decoding of `{about.target}`, trained and exported by Eyas."
+    if about.tuned:
+        return (
+            f"{made} **The target was trained along with it and is another model now**: the tuned one lies in "
+            f"`{TARGET}/`, an ordinary model folder, and only that goes with this drafter. It verifies every drafted "
+            "token, so its output stays its own, which is not that of the model it was made from."
+        )
+    return f"{made} The target verifies every drafted token, so its output stays its own."
+
+
+def drafter_facts(config: Mapping[str, Any], about: About, drafter: Drafter) -> Iterator[tuple[str, str]]:
+    yield "target", f"{about.target}, changed by joint training" if about.tuned else about.target
     yield "training data", about.data or "not recorded"
-    yield "parameters", f"{parameters:,} ({config['dtype']})"
-    yield "draft vocabulary", f"{config['draft_vocab_size']:,} of {config['vocab_size']:,} tokens"
-    taps = ", ".join(map(str, config["eyas"]["tap_ids"]))
-    yield "tapped states", f"entering decoder layers {taps} (0 is the first) of {config['eyas']['target_layers']}"
-    yield "dimensions", ", ".join(f"{key} {config[key]}" for key in UNITS)
-    yield "rope", json.dumps(config["rope_parameters"])
+    yield "layout", config["eyas"]["layout"]
+    yield "parameters", f"{drafter.trainable_parameters():,} ({config['dtype']})"
+    yield "draft vocabulary", f"{len(drafter.vocab):,} of {drafter.vocab.size:,} tokens"
+    if drafter.max_depth is not None:
+        yield "tokens drafted at most", str(drafter.max_depth)
+    if "target_layers" in config["eyas"] and drafter.tap_ids:
+        taps = ", ".join(map(str, drafter.tap_ids))
+        yield "tapped states", f"entering decoder layers {taps} (0 is the first) of {config['eyas']['target_layers']}"
+    yield "dimensions", ", ".join(f"{key} {config[key]}" for key in UNITS if key in config)
+    if config.get("rope_parameters"):
+        yield "rope", json.dumps(config["rope_parameters"])
 
 
 def of_drafter(report: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
@@ -80,18 +104,18 @@ def of_drafter(report: Mapping[str, Any], source: Path) -> dict[str, Any] | None
     return None
 
 
-def acceptance(about: About, folder: Path) -> str:
+def acceptance(about: About) -> str:
     if about.report is None:
-        command = shlex.join(["python", "-m", "eval", "conf=RECIPE", f"drafter_path={folder}"])
-        return f"Not measured at export. Measure it with `{command}`."
+        return "Not measured at export."
     runs = ordered(about.report)
-    drafter, settings = about.report["drafters"][0], about.report["settings"]
+    drafter, settings = about.report["drafters"][0], flat(about.report["settings"])
+    changed = flat(drafter["target"], "change of the target") if drafter.get("target") else ()
     lines = [line for section in sections(runs) for line in named(section.title, section.lines)]
     headings = [f"{column.temperature}{'' if column.lossless else ' (LOSSY)'}" for column in columns(runs)]
     return "\n\n".join(
         [
             "Measured before the cast by `python -m eval`. A tau means little without its switches, so all are given.",
-            table([("definition", about.report["definition"]), ("tree measured", shape(drafter)), *flat(settings)]),
+            table([("definition", about.report["definition"]), ("tree measured", shape(drafter)), *changed, *settings]),
             table([("", *headings), *((name, *cells) for name, cells in lines)]),
         ]
     )
@@ -108,18 +132,66 @@ def named(title: str, lines: Iterable[tuple[str, list[str]]]) -> Iterator[tuple[
             yield owner, cells
 
 
-def serving(folder: Path, config: Mapping[str, Any], about: About) -> Iterator[str]:
-    names, depth = served(config, folder), gamma(about.report)
-    speculative = {"method": names.vllm, "model": str(folder), "num_speculative_tokens": depth}
-    yield "vLLM (name the method, do not leave it to be guessed from the path):"
-    yield code(["vllm", "serve", about.target_path, "--speculative-config", json.dumps(speculative)])
-    if len(config["eyas"]["tap_ids"]) == 1:
+def serving(method: Method, folder: Path, config: Mapping[str, Any], about: About, drafter: Drafter) -> Iterator[str]:
+    """How engines are started with it, or that none serves it."""
+    target = str(folder / TARGET) if about.tuned or about.stitched else about.target_path
+    depth = min(gamma(about.report), drafter.max_depth or 99)
+    if method.name == "medusa":
+        depth = drafter.max_depth or depth  # vLLM drafts a token with each head, however many are asked for
+    if method.name == "mtp":
+        yield from serving_mtp(folder, config, about, depth)
+    elif config["eyas"]["layout"] == "fasterdecoding":
+        yield (
+            "The layout of the Medusa authors' own code, whose model class loads the folder. For vLLM export with "
+            "`export.layout=vllm`."
+        )
+    else:
+        yield "vLLM (name the method, do not leave it to be guessed from the path)" + (
+            ", up to 0.32, the last version that has Medusa; nothing in the path may begin with `eagle-`:"
+            if method.name == "medusa"
+            else ":"
+        )
+        speculative = {"method": method.vllm, "model": str(folder), "num_speculative_tokens": depth}
+        yield code(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)])
+        yield from serving_sglang(method, folder, config, target, depth, drafter)
+    yield f"Measure it: `{measuring(folder)}`."
+
+
+def serving_mtp(folder: Path, config: Mapping[str, Any], about: About, depth: int) -> Iterator[str]:
+    """vLLM loads a MiMo-style module of a plain layer by itself; the others are found in the target, if there is a class
+    for its family."""
+    family, layout = str(config["model_type"]), config["eyas"]["layout"]
+    if layout == "mimo" and config["num_nextn_predict_layers"] == 1 and family in MIMO_LIKE:
+        yield "vLLM, which must be told that the target has a module:"
+        speculative = {"method": "mtp", "model": str(folder), "num_speculative_tokens": depth}
+        options = ["--hf-overrides", json.dumps(MIMO_OVERRIDES), "--speculative-config", json.dumps(speculative)]
+        yield code(["vllm", "serve", about.target_path, *options])
+    elif not family.startswith(("deepseek", "glm4_moe", "qwen3_next", "qwen3_5")):
+        yield f"No engine has MTP for a {family} target, so far."
+    elif not about.stitched:
+        yield (
+            "Engines find these MTP modules in the target. `export.stitch=true` writes a copy of the target that "
+            "carries them."
+        )
+    else:
+        yield f"vLLM, from the copy of the target in `{TARGET}/`, which carries the modules:"
+        speculative = {"method": "mtp", "num_speculative_tokens": depth}
+        yield code(["vllm", "serve", str(folder / TARGET), "--speculative-config", json.dumps(speculative)])
+
+
+def serving_sglang(
+    method: Method, folder: Path, config: Mapping[str, Any], target: str, depth: int, drafter: Drafter
+) -> Iterator[str]:
+    if method.sglang is None:
+        yield f"SGLang has no {method.title}."
+        return
+    if method.name == "eagle3" and len(drafter.tap_ids) == 1:
         yield "SGLang can't serve this drafter: it skips the projection of a single tapped state."
         return
     yield "SGLang, the same chain:"
     options = {
-        "--model-path": about.target_path,
-        "--speculative-algorithm": names.sglang,
+        "--model-path": target,
+        "--speculative-algorithm": method.sglang,
         "--speculative-draft-model-path": str(folder),
         "--speculative-num-steps": str(depth),
         "--speculative-eagle-topk": "1",
@@ -127,6 +199,10 @@ def serving(folder: Path, config: Mapping[str, Any], about: About) -> Iterator[s
         "--dtype": config["dtype"],
     }
     yield code(["python", "-m", "sglang.launch_server", *(part for pair in options.items() for part in pair)])
+
+
+def measuring(folder: Path) -> str:
+    return shlex.join(["python", "-m", "eval", "conf=RECIPE", f"drafter_path={folder}"])
 
 
 def gamma(report: Mapping[str, Any] | None) -> int:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.cli import entry
 from conf.schema import Config
 from models.errors import EyasError
+from scripts.beside import TargetBeside
 
 if TYPE_CHECKING:
-    from models.drafter import Drafter
+    from models.drafter import Drafter, Serving
     from models.frozen import FrozenTarget
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,8 @@ def export(
     folder: Path | str,
     *,
     dtype: str = "bfloat16",
+    layout: str | None = None,
+    beside: TargetBeside | None = None,
     report: dict[str, Any] | None = None,
     target_name: str,
     target_path: str | None = None,
@@ -35,24 +40,27 @@ def export(
 ) -> Path:
     """Export ``drafter`` for ``frozen``'s target to ``folder`` and return it.
 
-    dtype: bfloat16, float16 or float32. report: what ``python -m eval`` measured, for the model card. target_name:
-    the target as the user knows it; target_path: what an engine loads, where that differs. Raises EyasError, and
-    leaves an earlier export as it is, if the result is not exactly what engines expect and training computed.
+    dtype: bfloat16, float16 or float32. layout: one of the drafter's layouts, None: its default. beside: a target that
+    is written along. report: what ``python -m eval`` measured, for the model card. target_name: the target as the user
+    knows it; target_path: what an engine loads, where that differs. Raises EyasError, and leaves an earlier export as
+    it is, if the result is not exactly what engines expect and training computed.
     """
-    from models.portable import CARD, fill_export, read_export, staged
+    from models.portable import CARD, fill_export, read_config, serve, staged
     from scripts.card import About, model_card
     from scripts.rescore import rescore
 
-    folder = Path(folder)
-    frozen = frozen.to("cpu")
-    tensors, config = drafter.serving(frozen)
-    exact = type(drafter).from_serving({name: t.cpu() for name, t in tensors.items()}, config).eval()
-    about = About(target_name, target_path or target_name, data, report)
+    folder, beside = Path(folder), beside or TargetBeside()
+    exact = deepcopy(drafter).to("cpu").float().eval()
+    exact.check_layout(layout)
+    beside.check(exact)
+    about = About(target_name, target_path or target_name, data, report, beside.tuned, beside.stitched)
     with staged(folder) as temporary:
-        fill_export(tensors, config, temporary, dtype)
-        proof = rescore(temporary, exact, frozen, dtype)
-        written = read_export(temporary)[1]
-        card = model_card(folder, written, about, proof, drafter.trainable_parameters())
+        frozen = beside.write_tuned(temporary) or frozen.to("cpu")
+        served = name_base(serve(exact, frozen, layout), about.target_path)
+        fill_export(served, temporary, dtype)
+        proof = rescore(temporary, exact, served, frozen, dtype)
+        beside.write_stitched(temporary, served, dtype)
+        card = model_card(folder, read_config(temporary), about, proof, exact)
         (temporary / CARD).write_text(card, encoding="utf-8")
     log.info(
         "exported %s: %s, logits as engines compute them within %.1e, cast changed them by %.2f%%",
@@ -64,12 +72,19 @@ def export(
     return folder
 
 
+def name_base(served: Serving, target: str) -> Serving:
+    """The base model as others can find it, where a config names it."""
+    key = "base_model_name_or_path"
+    return replace(served, config=served.config | {key: target}) if key in served.config else served
+
+
 def run_export(cfg: Config) -> Path:
     """Export this run's best checkpoint, or ``drafter_path``, to ``export.dir`` (default: ``export`` of the run)."""
     from models.load_frozen import load_frozen
     from models.portable import open_drafter
     from models.pypi import resolve
     from models.run_folder import best_checkpoint
+    from models.tuned import tuned
 
     assert cfg.output_dir is not None
     run = Path(cfg.output_dir)
@@ -78,17 +93,20 @@ def run_export(cfg: Config) -> Path:
         raise EyasError(f"{run}: no checkpoint to export; train first, or give drafter_path=FOLDER")
     target = resolve(cfg.target.path, revision=cfg.target.revision, trust_remote_code=cfg.target.trust_remote_code)
     frozen = load_frozen(target, dtype=cfg.target.dtype)
-    drafter = open_drafter(source, target_layers=frozen.config["num_hidden_layers"])
+    drafter = open_drafter(source, target=frozen.config)
     if drafter.vocab.size != frozen.vocab_size:
         raise EyasError(
             f"{source}: drafts for a vocabulary of {drafter.vocab.size}, target.path={cfg.target.path} has "
             f"{frozen.vocab_size}; it was trained for another target"
         )
+    how = {"dtype": cfg.target.dtype, "trust_remote_code": cfg.target.trust_remote_code}
     return export(
         drafter,
         frozen,
         Path(cfg.export.dir or run / "export"),
         dtype=cfg.export.dtype,
+        layout=cfg.export.layout,
+        beside=TargetBeside(Path(target), source if tuned(source) else None, cfg.export.stitch, how),
         report=read_report(run, source, cfg.target.path),
         target_name=cfg.target.path,
         target_path=target if cfg.target.path.startswith("pypi:") else None,

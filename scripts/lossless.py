@@ -29,7 +29,7 @@ from eval.drafts.proposers import PlainProposer, Proposer, ScriptedProposer
 from eval.drafts.shapes import Shape, chain, classic, fit
 from eval.drafts.tree import ROOT, DraftTree, Drawn
 from eval.measure import Bench
-from eval.run import load_bench
+from eval.load import load_bench
 from eval.verify.speculate import Decoder, Generation, Limits, Request, generate_all
 from models.drafter import Drafter
 from models.errors import EyasError
@@ -134,7 +134,7 @@ def generated(target: Target, prompt: Sequence[int], limits: Limits) -> list[int
 
 def check(cfg: Config) -> dict[str, Total]:
     """Totals of every way and batch size; raises EyasError if a float32 output differs."""
-    bench, prompts, _ = load_bench(cfg)
+    bench, prompts = load_bench(cfg)
     decoder = bench.decoder(0.0)
     if decoder.sampling.needs_context or decoder.limits.stop:
         raise EyasError("scripts.lossless: compares bare greedy decoding; leave penalties and verify.stop out")

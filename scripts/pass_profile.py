@@ -25,7 +25,7 @@ from eval.candidates import Candidate
 from eval.decode import WARM_UP
 from eval.drafts.drafting import DraftingProposer
 from eval.measure import Bench
-from eval.run import load_bench
+from eval.load import load_bench
 from eval.verify.speculate import Decoder, Limits, Request, Seconds, generate_all
 
 FORWARDS = ("_forward", "_logits")  # of a target, and of a draft model
@@ -108,7 +108,7 @@ def watching_drafts(watch: Stopwatch, proposer: Any) -> Iterator[None]:
 
 @entry("profile")
 def main(cfg: Config) -> None:
-    bench, prompts, _ = load_bench(cfg)
+    bench, prompts = load_bench(cfg)
     table = Table(
         "drafter", "T", "ms a pass", "target", "drafter", "around drafts", "around target", "rest", "overhead"
     )

@@ -5,6 +5,7 @@ so that no template or tokenizer comes between; T = 0.
 
     VLLM_CPU_KVCACHE_SPACE=2 python scripts/vllm_check.py TARGET DRAFTER --ours outputs/x/report.json
     VLLM_CPU_KVCACHE_SPACE=2 python scripts/vllm_check.py TARGET ngram --ours outputs/x/report.json
+    VLLM_CPU_KVCACHE_SPACE=2 python scripts/vllm_check.py outputs/x/export/target mtp --ours outputs/x/report.json
     VLLM_CPU_KVCACHE_SPACE=2 python scripts/vllm_check.py TARGET DRAFTER prompts.jsonl --gamma 4 --max-new-tokens 64
 
 With --ours the prompts are those of the generations.jsonl beside the report, the settings are the report's, and a
@@ -25,13 +26,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NGRAM = "ngram"
+NGRAM, MTP = "ngram", "mtp"  # what needs no folder of its own: prompt lookup; modules that the target carries
+METHODS = {
+    "eagle1": "eagle",
+    "eagle3": "eagle3",
+    "medusa": "medusa",
+    "mtp": "mtp",
+}  # an export's note of its method -> vLLM's name
+# Words in a drafter's path by which vLLM takes it for something else, whatever method it is told.
+MISLEADING = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 @dataclass(frozen=True)
 class Task:
-    """What vLLM is to do. drafter: an exported folder, or NGRAM with its shortest and longest n; stop_ids: further
-    tokens that end an output, beside those that vLLM finds in the target's folder."""
+    """What vLLM is to do. drafter: an exported folder, MTP, or NGRAM with its shortest and longest n; stop_ids:
+    further tokens that end an output, beside those that vLLM finds in the target's folder."""
 
     target: str
     drafter: str
@@ -48,7 +57,11 @@ class Task:
         config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.gamma}
         if self.method == NGRAM:
             return config | {"prompt_lookup_min": self.ngram[0], "prompt_lookup_max": self.ngram[1]}
-        return config | {"model": self.drafter}
+        return config if self.drafter == MTP else config | {"model": self.drafter}
+
+    def overrides(self) -> dict[str, Any]:
+        """What vLLM must be told of the target: an MTP folder is taken only beside one that has modules."""
+        return {"num_nextn_predict_layers": 1} if self.method == MTP and self.drafter != MTP else {}
 
     def about(self) -> dict[str, Any]:
         """What the report says of it."""
@@ -77,6 +90,37 @@ class Ours:
     uncut: dict[str, Any]
     prompts: list[list[int]]
     outputs: list[list[int]]
+
+
+def vllm_method(drafter: str, told: str | None) -> str:
+    """vLLM's name of the way a drafter drafts: as told, or as its export noted."""
+    if drafter in (NGRAM, MTP):
+        return drafter
+    if told is not None:
+        return told
+    return METHODS.get(read_config(drafter).get("eyas", {}).get("method")) or sys.exit(
+        f"{drafter}: its config.json does not say how it drafts, in a way that vLLM serves; give --method"
+    )
+
+
+def check_servable(drafter: str, method: str, gamma: int) -> None:
+    """vLLM's Medusa drafts one token with each of its heads, however many were asked for, and guesses methods from
+    paths."""
+    if method != "medusa":
+        return
+    heads = next((n for key, n in read_config(drafter).items() if "num" in key and "heads" in key), 5)
+    if heads != gamma:
+        raise SystemExit(f"{drafter}: vLLM drafts with all its {heads} heads; measure with gamma {heads}, not {gamma}")
+    if word := next((word for word in MISLEADING if word in drafter.lower()), None):
+        raise SystemExit(f"{drafter}: vLLM takes a path with {word!r} for another method; give it another name")
+
+
+def read_config(drafter: str) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((Path(drafter) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{drafter}: no exported folder ({error})") from error
+    return config
 
 
 # --- our side ------------------------------------------------------------------------------------------------------
@@ -138,6 +182,7 @@ def measure(task: Task) -> tuple[dict[str, Any], list[list[int]]]:
         max_model_len=task.max_model_len,
         disable_log_stats=False,  # otherwise there are no counters
         speculative_config=task.speculative_config(),
+        hf_overrides=task.overrides(),
     )
     start = time.perf_counter()
     done = llm.generate(
@@ -204,7 +249,7 @@ def table(comparison: dict[str, Any], prompts: int) -> str:
 
 def main() -> None:
     args = parse()
-    method = NGRAM if args.drafter == NGRAM else args.method
+    method = vllm_method(args.drafter, args.method)
     ours = None if args.ours is None else read_ours(args.ours, args.name, method)
     task = plan(args, method, ours)
     report, outputs = measure(task)
@@ -223,9 +268,9 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="folder of the target model")
-    parser.add_argument("drafter", help=f"exported folder, or {NGRAM}: prompt lookup")
+    parser.add_argument("drafter", help=f"exported folder, {MTP}: the target's own modules, or {NGRAM}: prompt lookup")
     parser.add_argument("prompts", type=Path, nargs="?", help="JSONL of token ids; not with --ours")
-    parser.add_argument("--method", default="eagle3", help="vLLM's name of the way an exported folder drafts")
+    parser.add_argument("--method", help="vLLM's name of the way a folder drafts, where its config.json does not tell")
     parser.add_argument("--ours", type=Path, help="report.json to compare with; generations.jsonl lies beside it")
     parser.add_argument("--name", help="the drafter's name in that report, where it has several")
     parser.add_argument("--tolerance", type=float, default=0.02, help="largest difference that passes")
@@ -250,6 +295,7 @@ def plan(args: argparse.Namespace, method: str, ours: Ours | None) -> Task:
     """The task: its settings are our report's where there is one."""
     told = vars(args) if ours is None else {**vars(args), **ours.settings}
     prompts = read_prompts(args.prompts)[: args.max_prompts] if ours is None else ours.prompts
+    check_servable(args.drafter, method, told["gamma"])
     need = max(map(len, prompts)) + told["max_new_tokens"] + told["gamma"] + 1
     if need > args.max_model_len:
         raise SystemExit(f"the longest prompt and its output need --max-model-len {need}")

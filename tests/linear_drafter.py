@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from models.batch import Batch, Slots
-from models.drafter import Drafter, DraftSession
+from models.drafter import Drafter, DraftSession, Serving
 from models.frozen import FrozenTarget
+from models.heads import DraftHead
 from models.vocab import DraftVocab
 
 
@@ -20,7 +21,7 @@ class LinearDrafter(Drafter):
         super().__init__()
         self.vocab, self.tap_ids = vocab, tap_ids
         self.mix, self.next = nn.Linear(taps_width, hidden, bias=False), nn.Linear(2 * hidden, hidden, bias=False)
-        self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, len(vocab), bias=False)
+        self.norm, self.lm_head = nn.RMSNorm(hidden), nn.Linear(hidden, len(vocab), bias=False)
         self.fixed = nn.Parameter(torch.ones(2, 2), requires_grad=False)
 
     @classmethod
@@ -36,8 +37,8 @@ class LinearDrafter(Drafter):
         out: Tensor = self.norm(torch.stack(states)[slots.rows()])
         return out
 
-    def head_weight(self, frozen: FrozenTarget) -> Tensor:
-        return self.head.weight
+    def head(self, frozen: FrozenTarget) -> DraftHead:
+        return DraftHead(self.lm_head.weight)
 
     @property
     def target_hidden_size(self) -> int:
@@ -46,8 +47,8 @@ class LinearDrafter(Drafter):
     def session(self, frozen: FrozenTarget, slots: int = 1) -> DraftSession:
         raise NotImplementedError("trained only")
 
-    def serving(self, frozen: FrozenTarget) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self.state_dict(), {}
+    def serving(self, frozen: FrozenTarget, layout: str | None = None) -> Serving:
+        raise NotImplementedError("trained only")
 
     def architecture(self) -> dict[str, Any]:
         width, hidden = self.mix.in_features, self.mix.out_features

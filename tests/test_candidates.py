@@ -76,6 +76,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(folder: Path) -> None:
     target = Target.load(str(folder))
     candidate = independent(Target.load(str(folder)), target, VERIFY, f"model:{folder}")
     assert candidate.about() | {"name": "x"} == {
+        "target": None,
         "name": "x", "kind": "model", "path": f"model:{folder}", "tree": "chain", "levels": 3, "nodes": 3,
     }  # fmt: skip
     for out in drafted(target, candidate, Sampling(0.0), 2):
@@ -91,6 +92,7 @@ def test_trees_are_trimmed_to_the_draft_vocabulary(
     verify = VerifyConfig(tree=str(tmp_path / "tree.json"))
     candidate = trained(few, target.frozen(), verify)
     assert candidate.about() | {"path": None} == {
+        "target": None,
         "name": "drafter", "kind": "drafter", "path": None, "tree": "static", "levels": 2, "nodes": 3,
     }  # fmt: skip
     assert "2 nodes are left out" in caplog.text

@@ -16,10 +16,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from conf import CONF_DIR, GROUPS, PRIMARY, RECIPES, folder_name
-from conf.options import check_options, check_strategy, fits
+from conf.options import check_options, check_strategy, fits, method_of
 from conf.schema import Config
 from conf.validate import resolve
 from conf.values import packaged
+from models.drafter import Drafter
 from models.errors import EyasError
 from tests.commands import command, config, refusal, runs, workplace  # noqa: F401
 
@@ -35,9 +36,10 @@ def test_every_recipe_composes(recipe: str, tmp_path: Path) -> None:
     cfg = config(f"conf={recipe}", *own)
     assert cfg.name == recipe
     assert cfg.output_dir == str(tmp_path / "outputs" / recipe)
-    assert cfg.drafter["_target_"] == "models.eagle3.Eagle3Drafter"
+    assert issubclass(method_of(cfg.drafter), Drafter)
     assert own or Path(cfg.data.path).is_file()
     assert own or cfg.data.valid_path is None or Path(cfg.data.valid_path).is_file()
+    assert (tmp_path / "outputs" / recipe / "train.log").read_text() == ""  # nothing doubtful about it
 
 
 def test_recipe_values_and_their_precedence() -> None:
@@ -50,6 +52,15 @@ def test_recipe_values_and_their_precedence() -> None:
     assert qwen.target.template_kwargs == {"enable_thinking": False}
     assert config("drafter=eagle3_1").drafter["fc_norm"] is True
     assert config("optim=muon", "tracker=none").optim.name == "muon"
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.endswith("_smollm2")])
+def test_recipes_of_one_target_share_its_data_and_store(recipe: str) -> None:
+    """Only then can several methods be compared: one store, one budget, one measurement."""
+    cfg, first = config(f"conf={recipe}"), config("conf=eagle3_smollm2")
+    assert (cfg.target, cfg.data, cfg.store, cfg.verify) == (first.target, first.data, first.store, first.verify)
+    for key in ("epochs", "steps", "bin_tokens", "bins_per_step"):
+        assert getattr(cfg.train, key) == getattr(first.train, key)
 
 
 def test_default_is_the_tiny_cpu_recipe() -> None:

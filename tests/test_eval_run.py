@@ -19,7 +19,7 @@ from eval.measure import Bench, compare_outputs
 from eval.numbers.metrics import Round
 from eval.numbers.simulated import measured_alike
 from eval.prompts import Prompt, read_prompts
-from eval.run import run_bench
+from eval.run import run_benches
 from eval.verify.speculate import Generation
 from models.blocks import Block
 from models.drafter import Drafter
@@ -55,7 +55,7 @@ def measure(
 ) -> dict[str, Any]:
     asked = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
     bench = Bench(target, [trained(drafter, target.frozen(), verify)], verify, seed)
-    return run_bench(bench, asked, {}, folder, quiet=True)
+    return run_benches([bench], asked, {}, folder, quiet=True)
 
 
 @pytest.fixture(scope="module")

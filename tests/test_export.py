@@ -13,15 +13,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+import train.stages
 from conf.schema import Config
 from models.checkpoint import save_drafter
+from models.drafter import NotServed
 from models.eagle3 import Eagle3Drafter
 from models.eagle3_serving import eagle3_config
 from models.errors import EyasError
-from models.portable import check_export, load_export
+from models.load_frozen import load_frozen
+from models.portable import check_export, load_export, serve
 from models.vocab import DraftVocab
 from scripts.card import of_drafter
-from scripts.engine import Eagle3Engine
+from scripts.engines.eagle3 import Eagle3Engine
 from scripts.export import export, run_export
 from scripts.rescore import rescore
 from scripts.vllm_check import read_prompts, summary
@@ -29,6 +32,7 @@ from tests.drafters import random_frozen
 from tests.exports import Spoil, exported, make, rewrite
 from tests.reports import Faker
 from tests.tiny import tiny_target
+from train.trainer import Fitted
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 LLAMA3 = {
@@ -86,7 +90,7 @@ def test_config_of_the_portable_layout(tmp_path: Path) -> None:
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
-    assert own == {"tap_ids": [2, 3, 5], "target_layers": 6}
+    assert own == {"method": "eagle3", "layout": "vllm", "tap_ids": [2, 3, 5], "target_layers": 6}
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_rope_reaches_readers_as_trained(tmp_path: Path, rope: dict[str, Any]) -
     assert config["rope_scaling"] | {"rope_theta": config["rope_theta"]} == rope
     read = AutoConfig.from_pretrained(tmp_path / "out")
     assert {key: read.rope_parameters[key] for key in rope} == rope
-    engine = Eagle3Engine(tmp_path / "out", frozen.embedding)
+    engine = Eagle3Engine(tmp_path / "out", frozen)
     base = rope["rope_theta"] ** -(torch.arange(0, 12, 2) / 12)
     if rope is LINEAR:
         torch.testing.assert_close(engine.rotary.inv_freq, base / 4)
@@ -201,7 +205,7 @@ def test_rope_reaches_readers_as_trained(tmp_path: Path, rope: dict[str, Any]) -
 def test_engine_unroll_and_session_agree(tmp_path: Path, flags: dict[str, Any], dtype: str) -> None:
     drafter, frozen = make(**flags)
     export(drafter, frozen, tmp_path / "out", dtype=dtype, target_name="t")
-    proof = rescore(tmp_path / "out", drafter, frozen, dtype)
+    proof = rescore(tmp_path / "out", drafter, serve(drafter, frozen), frozen, dtype)
     assert proof.engine < 2e-5
     assert proof.top1 == 1.0 if dtype == "float32" else proof.top1 > 0.9
     assert proof.rounding == 0.0 if dtype == "float32" else 1e-4 < proof.rounding < 0.05
@@ -226,8 +230,10 @@ def test_rescoring_notices_what_no_shape_shows(tmp_path: Path, spoil: Spoil) -> 
     exported(folder)
     rewrite(folder, spoil)
     drafter, frozen = make()
+    spoilt = serve(drafter, frozen)
+    spoil(spoilt.tensors, spoilt.config)  # as if it were what the drafter serves
     with pytest.raises(EyasError, match="logits"):
-        rescore(folder, drafter, frozen, "float32")
+        rescore(folder, drafter, spoilt, frozen, "float32")
 
 
 def test_unlike_engines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +258,7 @@ def test_command_exports_the_given_checkpoint(tmp_path: Path) -> None:
     cfg.target.path, cfg.export.dtype = str(target), "float32"
     folder = run_export(cfg)
     assert folder == tmp_path / "run" / "export"
-    read = check_export(folder)
+    read = check_export(folder, serve(drafter, load_frozen(target)))
     assert all(torch.equal(t, drafter.state_dict()[n]) for n, t in read.state_dict().items())
     cfg.drafter_path, cfg.export.dir = str(folder), str(tmp_path / "again")
     assert run_export(cfg) == tmp_path / "again"
@@ -337,3 +343,17 @@ def test_acceptance_length_from_engine_counters(tmp_path: Path) -> None:
     assert found["rate_per_position"] == [0.5, 0.25]
     (tmp_path / "p.jsonl").write_text('[1, 2]\n\n{"prompt_ids": [3]}\n')
     assert read_prompts(tmp_path / "p.jsonl") == [[1, 2], [3]]
+
+
+def test_training_ends_well_where_no_engine_drafts_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(cfg: Config) -> Path:
+        raise NotServed("a Heads has no serving layout: no engine drafts with it")
+
+    monkeypatch.setattr("scripts.export.run_export", refuse)
+    (tmp_path / "state.json").write_text('{"files": {"model.safetensors": "0"}}')
+    cfg = Config(name="run", output_dir=str(tmp_path))
+    with caplog.at_level("WARNING"):
+        train.stages.export(cfg, tmp_path, Fitted(tmp_path, None, 1))
+    assert "export: skipped, a Heads has no serving layout" in caplog.text

@@ -23,7 +23,7 @@ from eval.measure import Bench
 from eval.numbers.timing import compare_costs, speed
 from eval.processes import Processes
 from eval.prompts import Prompt
-from eval.run import run_bench
+from eval.run import run_benches
 from eval.verify.speculate import Generation
 from models.eagle3 import Eagle3Drafter
 from models.target import Target
@@ -53,7 +53,7 @@ def bench_of(target: Target, verify: VerifyConfig, **options: Any) -> Bench:
 def measured(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     verify = VerifyConfig(max_new_tokens=20, gamma=3, batch_sizes=[1, 3], ngram_min=1, ngram_max=3)
     folder = tmp_path_factory.mktemp("run")
-    return run_bench(bench_of(target, verify), prompts(), {}, folder, quiet=True), folder
+    return run_benches([bench_of(target, verify)], prompts(), {}, folder, quiet=True), folder
 
 
 def test_identities_hold_for_every_run(measured: tuple[dict[str, Any], Path]) -> None:
@@ -103,7 +103,7 @@ def test_neither_batch_size_nor_processes_change_what_is_counted(
     verify = VerifyConfig(
         max_new_tokens=20, gamma=3, batch_sizes=[4], ngram_min=1, ngram_max=3, baseline=False, costs=False
     )
-    again = run_bench(bench_of(target, verify), prompts(), {}, tmp_path, quiet=True)
+    again = run_benches([bench_of(target, verify)], prompts(), {}, tmp_path, quiet=True)
     for mine, alone in zip(again["runs"], measured[0]["runs"], strict=True):
         assert {key: mine["acceptance"][key] for key in IDENTITIES} == {
             key: alone["acceptance"][key] for key in IDENTITIES
@@ -165,7 +165,7 @@ def test_tuning_picks_a_tree_and_saves_it(target: Target, tmp_path: Path, monkey
     costs = CostModel(64, Curve.of({1: 10.0, 64: 11.0}), {"drafter": cheap, "itself": cheap})
     monkeypatch.setattr("eval.run.measure_costs", lambda target, candidates: costs)
     verify = VerifyConfig(max_prompts=4, max_new_tokens=20, tune=True, temperatures=[0.0], baseline=False)
-    report = run_bench(bench_of(target, verify), prompts(), {}, tmp_path, quiet=True)
+    report = run_benches([bench_of(target, verify)], prompts(), {}, tmp_path, quiet=True)
     assert report["settings"]["tuned_on"] == "2 other prompts"
     about = {entry["name"]: entry for entry in report["drafters"]}
     assert about["ngram"]["levels"] == 4, "n-grams keep their chain"
@@ -183,7 +183,7 @@ def test_tuning_picks_a_tree_and_saves_it(target: Target, tmp_path: Path, monkey
 
 def test_typical_acceptance_is_marked_lossy(target: Target, tmp_path: Path) -> None:
     verify = VerifyConfig(max_new_tokens=12, rule="typical", baseline=False, costs=False, temperatures=[0.0, 1.0])
-    report = run_bench(bench_of(target, verify), prompts(2), {}, tmp_path, quiet=True)
+    report = run_benches([bench_of(target, verify)], prompts(2), {}, tmp_path, quiet=True)
     assert not report["settings"]["lossless"] and not any(run["lossless"] for run in report["runs"])
     assert all(run["simulated"] is None for run in report["runs"])
     assert "lossy" in (tmp_path / "report.html").read_text().lower()

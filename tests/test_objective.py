@@ -1,86 +1,277 @@
 """The chunked objective against a naive float64 one: loss, gradients and every statistic."""
 
 import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.batch import Slots, slots_of
+from models.batch import Batch, Slots, slots_of
 from models.errors import EyasError
-from models.objective import DEPTH_WEIGHTS, LOSSES, Objective
+from models.frozen import FrozenTarget
+from models.heads import DraftHead
+from models.objective import DEPTH_WEIGHTS, LOSSES, Objective, Score
 from models.vocab import DraftVocab
 from tests.drafters import random_batch, random_frozen, random_vocab
 
 DEPTHS = 4
 
 
-def naive(
-    states: Tensor, head: Tensor, probs: Tensor, vocab: DraftVocab, slots: Slots, loss: str, weights: str
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Plain autograd, one slot and depth at a time, float64; probs [T, V] = the target's full softmax."""
-    total = torch.zeros((), dtype=torch.float64)
-    number = {pair: i for i, pair in enumerate(zip(*(t.tolist() for t in slots.rows()), strict=True))}
-    sums = {n: torch.zeros(DEPTHS, dtype=torch.float64) for n in ("ce", "kl", "alpha", "match", "mass")}
-    for s, p in enumerate(slots.index.tolist()):
-        ces, kls, alphas = list[Tensor](), list[Tensor](), list[Tensor]()
-        for k in range(DEPTHS):
-            if not slots.valid[k, s]:
-                break
-            teacher = probs[p + 1 + k]
-            inside = teacher[vocab.ids]
-            logq = torch.log_softmax(states[number[k, s]] @ head.T, -1)
-            ce = -(inside * logq).sum()
-            kl = ce + (inside * inside.log()).sum()
-            alpha = torch.minimum(inside, logq.exp()).sum()
-            guess = int(vocab.ids[int(logq.argmax())])
-            for name, value in (("ce", ce), ("kl", kl), ("alpha", alpha), ("mass", inside.sum())):
-                sums[name][k] += value.detach()
-            sums["match"][k] += float(guess == int(teacher.argmax()))
-            for column, value in ((ces, ce), (kls, kl), (alphas, alpha)):
-                column.append(value)
-        if loss == "expected_length":
-            total = total + 1 - sum(torch.stack(alphas[: j + 1]).prod() for j in range(len(alphas))) / DEPTHS
-            continue
+def plainly(states: Tensor, heads: Tensor, row: int, depth: int) -> Tensor:
+    return states[row] @ (heads[depth] if heads.ndim == 3 else heads).T
+
+
+@dataclass
+class Naive:
+    """The objective by plain autograd, one slot and depth at a time, in float64.
+
+    probs [T, V]: the target's full softmax; ids [T]: the document; logits(row, depth) [Vd]: what the draft says.
+    """
+
+    probs: Tensor
+    ids: Tensor
+    vocab: DraftVocab
+    slots: Slots
+    loss: str = "ce"
+    weights: str = "decay"
+    top_k: int = 0
+    top_k_weight: float = 1.0
+    eta: float = 3.0
+
+    def __call__(self, logits: Callable[[int, int], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        total = torch.zeros((), dtype=torch.float64)
+        number = {pair: i for i, pair in enumerate(zip(*(t.tolist() for t in self.slots.rows()), strict=True))}
+        sums = {n: torch.zeros(self.slots.depths, dtype=torch.float64) for n in ("ce", "kl", "alpha", "match", "mass")}
+        for s, p in enumerate(self.slots.index.tolist()):
+            found = []
+            for k in range(self.slots.depths):
+                if self.slots.valid[k, s]:
+                    found.append(self.numbers(logits(number[k, s], k), p + 1 + k))
+                    for name, column in sums.items():
+                        column[k] += found[k][name].detach()
+            total = total + self.of_slot(found)
+        return total, sums
+
+    def numbers(self, logits: Tensor, position: int) -> dict[str, Tensor]:
+        teacher = self.probs[position]
+        inside, logq = teacher[self.vocab.ids], torch.log_softmax(logits, -1)
+        ce = -(inside * logq).sum()
+        label = (self.vocab.ids == int(self.ids[position + 1])).nonzero().flatten().tolist()
+        best = sorted(range(len(inside)), key=lambda j: float(inside[j]))[len(inside) - self.top_k :]
+        return {
+            "ce": ce,
+            "kl": ce + (inside * inside.log()).sum(),
+            "alpha": torch.minimum(inside, logq.exp()).sum(),
+            "mass": inside.sum(),
+            "match": torch.tensor(float(int(self.vocab.ids[int(logq.argmax())]) == int(teacher.argmax()))),
+            "nll": -logq[label[0]] if label else torch.zeros(()),
+            "top": -sum((inside[j] * logq[j] for j in best if self.top_k), torch.zeros(())),
+        }
+
+    def of_slot(self, found: list[dict[str, Tensor]]) -> Tensor:
+        """The weighted loss of one slot, all of its depths."""
+        alphas = [numbers["alpha"] for numbers in found]
         soft = [0.5 * float(a.detach()) + 0.5 for a in alphas]
-        for k, (ce, kl, alpha) in enumerate(zip(ces, kls, alphas, strict=True)):
-            if weights == "decay":
-                weight = 0.7**k
-            else:
-                weight = sum(torch.tensor(soft[: m + 1]).double().prod().item() for m in range(k, len(soft)))
-            lam = torch.exp(-3 * alpha.detach())
-            value = {"ce": ce, "kl": kl, "tv": 1 - alpha, "lk": lam * kl + (1 - lam) * (1 - alpha)}[loss]
-            total = total + weight * value
-    return total, sums
+        total = torch.zeros((), dtype=torch.float64)
+        if self.loss == "expected_length":
+            length = sum(torch.stack(alphas[: j + 1]).prod() for j in range(len(alphas)))
+            total = total + 1 - length / self.slots.depths
+        for k, numbers in enumerate(found):
+            paced = sum(torch.tensor(soft[: m + 1]).double().prod().item() for m in range(k, len(soft)))
+            weight = 0.7**k if self.weights == "decay" else paced
+            lam = torch.exp(-self.eta * alphas[k].detach())
+            value = {
+                "tv": 1 - alphas[k],
+                "lk": lam * numbers["kl"] + (1 - lam) * (1 - alphas[k]),
+                "expected_length": torch.zeros(()),
+            }.get(self.loss, numbers.get(self.loss, torch.zeros(())))
+            total = total + weight * (value + self.top_k_weight * numbers["top"])
+        return total
+
+
+class Case(NamedTuple):
+    """A batch whose slots lose their deeper depths here and there, and states and head to score, in float64."""
+
+    batch: Batch
+    frozen: FrozenTarget
+    vocab: DraftVocab
+    slots: Slots
+    states: Tensor
+    heads: Tensor
+
+    @property
+    def probs(self) -> Tensor:
+        return torch.softmax(self.batch.final.double() @ self.frozen.head.double().T, -1)
+
+    def naive(self, **settings: Any) -> Naive:
+        return Naive(self.probs, self.batch.input_ids, self.vocab, self.slots, **settings)
+
+    def score(self, objective: Objective, head: DraftHead, states: Tensor) -> Score:
+        return objective(states, head, self.slots, self.frozen.teacher(self.batch, self.vocab), per_slot=True)
+
+    def single(self) -> tuple[Tensor, Tensor]:
+        """States and head in float32, leaves of their own."""
+        return self.states.detach().float().requires_grad_(), self.heads.detach().float().requires_grad_()
+
+
+def case(heads: int | None = None) -> Case:
+    frozen, vocab = random_frozen(1), random_vocab(40, 17)
+    batch = random_batch(frozen, [9, 1, 23], seed=2)
+    slots = slots_of(batch, DEPTHS)
+    assert len(slots) > 8 and not slots.valid.all() and slots.counts[-1] > 0
+    generator = torch.Generator().manual_seed(3)
+    states = torch.randn(int(slots.valid.sum()), 32, generator=generator, dtype=torch.float64).requires_grad_()
+    shape = (17, 32) if heads is None else (heads, 17, 32)
+    weight = torch.randn(shape, generator=generator, dtype=torch.float64).mul(0.3).requires_grad_()
+    return Case(batch, frozen, vocab, slots, states, weight)
+
+
+def close(got: Tensor | None, exact: Tensor | None, rtol: float = 1e-4) -> None:
+    assert got is not None and exact is not None
+    torch.testing.assert_close(got.double(), exact, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize(("loss", "weights", "chunk"), list(itertools.product(LOSSES, DEPTH_WEIGHTS, [1, 5, 1000])))
 def test_loss_gradients_and_statistics(loss: str, weights: str, chunk: int) -> None:
-    frozen, vocab = random_frozen(1), random_vocab(40, 17)
-    batch = random_batch(frozen, [9, 1, 23], seed=2)
-    slots = slots_of(batch, DEPTHS)
-    assert len(slots) > 8 and not slots.valid.all()
-    generator = torch.Generator().manual_seed(3)
-    states = torch.randn(int(slots.valid.sum()), 32, generator=generator, dtype=torch.float64).requires_grad_()
-    head = torch.randn(17, 32, generator=generator, dtype=torch.float64).mul(0.3).requires_grad_()
-    probs = torch.softmax(batch.final.double() @ frozen.head.double().T, -1)
-    want, sums = naive(states, head, probs, vocab, slots, loss, weights)
+    of = case()
+    want, sums = of.naive(loss=loss, weights=weights)(lambda row, k: plainly(of.states, of.heads, row, k))
     want.backward()
-
-    mine = states.detach().float().requires_grad_(), head.detach().float().requires_grad_()
-    objective = Objective(loss, weights, 0.7, chunk)
-    score = objective(*mine, slots, frozen.teacher(batch, vocab), per_slot=True)
+    states, weight = of.single()
+    score = of.score(Objective(loss, weights, 0.7, chunk), DraftHead(weight), states)
     (2 * score.loss_sum).backward()
-    torch.testing.assert_close(score.loss_sum.double(), want, rtol=1e-5, atol=1e-5)
-    for got, exact in zip(mine, (states, head), strict=True):
-        assert got.grad is not None and exact.grad is not None
-        torch.testing.assert_close(got.grad.double() / 2, exact.grad, rtol=1e-4, atol=1e-5)
+    close(score.loss_sum, want, 1e-5)
+    for got, exact in ((states, of.states), (weight, of.heads)):
+        assert got.grad is not None
+        close(got.grad / 2, exact.grad)
     for name, value in sums.items():
-        torch.testing.assert_close(getattr(score, name), value, rtol=1e-5, atol=1e-5)
-    assert score.count.tolist() == slots.valid.sum(1).tolist()
+        close(getattr(score, name), value, 1e-5)
+    assert score.count.tolist() == of.slots.valid.sum(1).tolist()
     assert score.alpha_slots is not None and score.match_slots is not None
-    torch.testing.assert_close(score.alpha_slots.sum(1).double(), sums["alpha"], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(score.match_slots.sum(1).double(), sums["match"])
+    close(score.alpha_slots.sum(1), sums["alpha"], 1e-5)
+    close(score.match_slots.sum(1), sums["match"])
+
+
+@pytest.mark.parametrize("loss", ["ce", "nll", "lk", "tv", "expected_length"])
+@pytest.mark.parametrize(("weights", "top_k", "chunk"), [("decay", 3, 5), ("dpace", 3, 5), ("decay", 50, 1000)])
+def test_top_k_term_beside_every_loss(loss: str, weights: str, top_k: int, chunk: int) -> None:
+    """HASS's term, 0.5 of it; more tokens than there are in the draft vocabulary make it the cross-entropy itself."""
+    of = case()
+    naive = of.naive(loss=loss, weights=weights, top_k=min(top_k, 17), top_k_weight=0.5)
+    want, _ = naive(lambda row, k: plainly(of.states, of.heads, row, k))
+    want.backward()
+    states, weight = of.single()
+    objective = Objective(loss, weights, 0.7, chunk, top_k=top_k, top_k_weight=0.5)
+    score = of.score(objective, DraftHead(weight), states)
+    score.loss_sum.backward()
+    close(score.loss_sum, want, 1e-5)
+    close(states.grad, of.states.grad)
+    close(weight.grad, of.heads.grad)
+
+
+def test_own_tokens_outside_the_draft_vocabulary_teach_nothing() -> None:
+    of = case()
+    states, weight = of.single()
+    of.score(Objective("nll", chunk=5), DraftHead(weight), states).loss_sum.backward()
+    k, s = of.slots.rows()
+    labels = of.batch.input_ids[of.slots.index[s] + 2 + k]
+    known = torch.isin(labels, of.vocab.ids)
+    assert known.any() and not known.all() and states.grad is not None
+    assert torch.equal(states.grad.abs().sum(1) > 0, known)
+
+
+def test_lk_eta() -> None:
+    of = case()
+    want, _ = of.naive(loss="lk", eta=10.0)(lambda row, k: plainly(of.states, of.heads, row, k))
+    states, weight = of.single()
+    close(of.score(Objective("lk", decay=0.7, lk_eta=10.0), DraftHead(weight), states).loss_sum, want, 1e-5)
+
+
+@pytest.mark.parametrize("loss", ["ce", "nll", "lk"])
+def test_a_head_for_every_depth(loss: str) -> None:
+    """Five heads, of which four depths use the first four: the fifth gets no gradient."""
+    of = case(heads=5)
+    want, _ = of.naive(loss=loss, top_k=2)(lambda row, k: plainly(of.states, of.heads, row, k))
+    want.backward()
+    states, weight = of.single()
+    of.score(Objective(loss, decay=0.7, chunk=5, top_k=2), DraftHead(weight), states).loss_sum.backward()
+    close(states.grad, of.states.grad)
+    close(weight.grad, of.heads.grad)
+    assert weight.grad is not None and not weight.grad[4].any()
+    assert all(weight.grad[k].any() for k in range(4))
+
+
+@pytest.mark.parametrize("loss", ["ce", "nll", "lk", "tv"])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.6, None), (1.0, 1.5), (0.6, 1.5)])
+def test_bias_scale_and_softcap_of_the_head(loss: str, scale: float, softcap: float | None) -> None:
+    of = case()
+    bias = torch.randn(17, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+    def logits(row: int, depth: int) -> Tensor:
+        z = scale * (plainly(of.states, of.heads, row, depth) + bias)
+        return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+    want, sums = of.naive(loss=loss, top_k=2)(logits)
+    want.backward()
+    states, weight = of.single()
+    head = DraftHead(weight, bias.float(), scale, softcap)
+    score = of.score(Objective(loss, decay=0.7, chunk=5, top_k=2), head, states)
+    score.loss_sum.backward()
+    close(score.loss_sum, want, 1e-5)
+    close(states.grad, of.states.grad)
+    close(weight.grad, of.heads.grad)
+    for name, value in sums.items():
+        close(getattr(score, name), value, 1e-5)
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+def test_a_frozen_head_takes_no_gradient_and_passes_it_on(heads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = case(heads=heads)
+    want, _ = of.naive()(lambda row, k: plainly(of.states, of.heads, row, k))
+    want.backward()
+    given, backward = [], DraftHead.backward
+
+    def spy(head: DraftHead, grad: Tensor, states: Tensor, counts: Any, weight: Tensor, into: Tensor | None) -> Tensor:
+        given.append(into)
+        return backward(head, grad, states, counts, weight, into)
+
+    monkeypatch.setattr(DraftHead, "backward", spy)
+    states, weight = of.single()
+    weight.requires_grad_(False)
+    of.score(Objective(decay=0.7, chunk=5), DraftHead(weight), states).loss_sum.backward()
+    close(states.grad, of.states.grad)
+    assert weight.grad is None
+    assert given and all(into is None for into in given)  # the product for the weight was not even made
+
+
+def test_nothing_is_differentiated_where_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = case()
+    states, weight = of.single()
+    learned = of.score(Objective("lk"), DraftHead(weight), states)
+    monkeypatch.setattr(DraftHead, "backward", lambda *_: pytest.fail("made a gradient"))
+    with torch.no_grad():
+        read = of.score(Objective("lk"), DraftHead(weight), states)
+    assert torch.equal(read.loss_sum, learned.loss_sum.detach()) and torch.equal(read.alpha, learned.alpha)
+    with pytest.raises(pytest.fail.Exception):
+        of.score(Objective("lk"), DraftHead(weight), states)
+
+
+def test_one_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many slots there are, no more than chunk of them, at all depths, have logits."""
+    of = case()
+    rows, logits = [], DraftHead.logits
+
+    def spy(head: DraftHead, states: Tensor, *rest: Any) -> Tensor:
+        rows.append(len(states))
+        return logits(head, states, *rest)
+
+    monkeypatch.setattr(DraftHead, "logits", spy)
+    states, weight = of.single()
+    of.score(Objective(chunk=3), DraftHead(weight), states)
+    assert max(rows) <= 3 * DEPTHS and sum(rows) == len(states) and len(rows) == math.ceil(len(of.slots) / 3)
 
 
 def test_teacher_is_the_full_softmax_not_one_inside_the_draft_vocabulary() -> None:
@@ -108,7 +299,7 @@ def test_perfect_drafter_has_alpha_one_and_zero_kl() -> None:
     slots = slots_of(batch, 3)
     k, s = slots.rows()
     states = batch.final[slots.index[s] + 1 + k]
-    score = Objective("kl")(states, frozen.head, slots, frozen.teacher(batch, DraftVocab.full(40)))
+    score = Objective("kl")(states, DraftHead(frozen.head), slots, frozen.teacher(batch, DraftVocab.full(40)))
     torch.testing.assert_close(score.alpha, score.count, rtol=1e-5, atol=0.0)
     assert score.match.tolist() == score.count.tolist() == [10, 9, 8]
     assert float(score.loss_sum.abs()) < 1e-4
@@ -119,7 +310,7 @@ def test_no_slot_gives_zero_loss_and_gradient() -> None:
     batch = random_batch(frozen, [5], supervised=torch.zeros(5, dtype=torch.bool))
     states = torch.zeros(0, 32, requires_grad=True)
     head = torch.ones(10, 32, requires_grad=True)
-    score = Objective()(states, head, slots_of(batch, 2), frozen.teacher(batch, vocab))
+    score = Objective()(states, DraftHead(head), slots_of(batch, 2), frozen.teacher(batch, vocab))
     score.loss_sum.backward()
     assert float(score.loss_sum.detach()) == 0.0 and head.grad is not None and not head.grad.any()
 
@@ -137,12 +328,12 @@ def test_thinned_slots_give_an_unbiased_loss() -> None:
     slots = slots_of(batch, DEPTHS)
     states = torch.randn(int(slots.valid.sum()), 32, generator=torch.Generator().manual_seed(0))
     teacher = frozen.teacher(batch, vocab)
-    whole = float(Objective(decay=0.8)(states, frozen.head[vocab.ids], slots, teacher).loss_sum)
+    whole = float(Objective(decay=0.8)(states, DraftHead(frozen.head[vocab.ids]), slots, teacher).loss_sum)
     objective, losses = Objective(decay=0.8, depth_keep=0.6), []
     for seed in range(300):
         some = slots.thinned(0.6, seed)
         assert bool((some.valid[1:] <= some.valid[:-1]).all()) and torch.equal(some.valid[0], slots.valid[0])
         kept = states[some.valid[slots.valid]]
-        losses.append(float(objective(kept, frozen.head[vocab.ids], some, teacher).loss_sum))
+        losses.append(float(objective(kept, DraftHead(frozen.head[vocab.ids]), some, teacher).loss_sum))
     mean, error = float(torch.tensor(losses).mean()), float(torch.tensor(losses).std()) / 300**0.5
     assert error < 0.01 * whole and abs(mean - whole) < 4 * error  # 4 standard errors: false alarm 6e-5

@@ -46,7 +46,7 @@ def test_unknown_names_are_refused() -> None:
 
 
 def tiny_drafter() -> LinearDrafter:
-    """Matrices mix [4, 12] and next [4, 8], vector norm [4], head [5, 4], and one that is not trained."""
+    """Matrices mix [4, 12] and next [4, 8], vector norm [4], lm_head [5, 4], and one that is not trained."""
     torch.manual_seed(0)
     return LinearDrafter(12, 4, DraftVocab(torch.arange(5), 11), (1, 2, 3))
 
@@ -62,11 +62,60 @@ def groups_of(optim: OptimConfig) -> list[tuple[set[str], Any, Any, Any]]:
 
 def test_groups() -> None:
     """Decay on matrices only; Muon takes inner matrices only; what is not trained is in no group."""
-    matrices, head, norm = {"mix.weight", "next.weight"}, {"head.weight"}, {"norm.weight"}
+    matrices, head, norm = {"mix.weight", "next.weight"}, {"lm_head.weight"}, {"norm.weight"}
     adam = groups_of(OptimConfig(lr=1e-3, weight_decay=0.1))
     assert adam == [(matrices | head, 1e-3, 0.1, None), (norm, 1e-3, 0.0, None)]
     muon = groups_of(OptimConfig(name="muon", lr=1e-3, muon_lr=2e-2, weight_decay=0.1))
     assert muon == [(head, 1e-3, 0.1, False), (norm, 1e-3, 0.0, False), (matrices, 2e-2, 0.1, True)]
+
+
+class Wide(LinearDrafter):
+    """With a head for each of 3 depths [3, 5, 4] and 2 experts [2, 6, 4] beside."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.heads = nn.Parameter(torch.ones(3, 5, 4))
+        self.experts = nn.Parameter(torch.ones(2, 6, 4))
+
+
+def test_groups_of_stacked_parameters() -> None:
+    """Heads of the depths are tables, which Muon leaves alone; experts are matrices."""
+    drafter = Wide(12, 4, DraftVocab(torch.arange(5), 11), (1, 2, 3))
+    groups = build_optimizer(drafter, OptimConfig(name="muon", weight_decay=0.1)).param_groups
+    muon = [group["params"] for group in groups if group["muon"]]
+    assert [sorted(p.ndim for p in params) for params in muon] == [[2, 2, 3]]
+    assert any(p is drafter.experts for p in muon[0]) and not any(p is drafter.heads for p in muon[0])
+    assert any(p is drafter.heads for p in groups[0]["params"]) and groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_backbone_has_a_learning_rate_of_its_own_and_is_never_muons(name: str) -> None:
+    """A matrix, a vector and a frozen matrix of a target; what the drafter's groups hold stays the same."""
+    optim = OptimConfig(name=name, lr=2e-3, muon_lr=2e-2, weight_decay=0.1)
+    target = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+    given = [p for layer in target for p in layer.parameters()]
+    alone = build_optimizer(tiny_drafter(), optim).param_groups
+    both = build_optimizer(tiny_drafter(), optim, backbone=iter(given), backbone_lr=5e-4).param_groups
+    own, added = both[: len(alone)], both[len(alone) :]
+    assert [len(g["params"]) for g in own] == [len(g["params"]) for g in alone]
+    assert [(g["peak_lr"], g["weight_decay"]) for g in own] == [(g["peak_lr"], g["weight_decay"]) for g in alone]
+    assert [[id(p) for p in g["params"]] for g in added] == [[id(target[0].weight)], [id(target[0].bias)]]
+    assert [(g["lr"], g["peak_lr"], g["weight_decay"]) for g in added] == [(5e-4, 5e-4, 0.1), (5e-4, 5e-4, 0.0)]
+    assert not any(g.get("muon") for g in added)
+
+
+def test_a_backbone_moves_by_its_own_rate() -> None:
+    """AdamW's first step is the learning rate in size, whatever the gradient: 4 times as far for the drafter."""
+    drafter, weight = tiny_drafter(), nn.Parameter(torch.zeros(3, 3))
+    optim = OptimConfig(lr=2e-3)
+    optimizer = build_optimizer(drafter, optim, backbone=[weight], backbone_lr=5e-4)
+    before = drafter.mix.weight.detach().clone()
+    for parameter in (weight, drafter.mix.weight):
+        parameter.grad = torch.full_like(parameter, 0.3)
+    set_lr(optimizer, 0.5)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3, 3), -2.5e-4), rtol=1e-5, atol=0)
+    torch.testing.assert_close(drafter.mix.weight.detach(), before - 1e-3, rtol=1e-5, atol=1e-7)
 
 
 def test_set_lr_scales_each_peak() -> None:
@@ -97,6 +146,23 @@ def test_muon_first_step_by_hand() -> None:
     optimizer.step()
     expected = 0.95 * torch.eye(4) - 0.1 * 0.2 * 2.0 * orthogonalise(torch.eye(4))
     torch.testing.assert_close(weight.detach(), expected)
+
+
+def test_muon_takes_each_expert_for_itself() -> None:
+    """A stack [2, 4, 9] moves as its two matrices do one by one, however much larger one gradient is."""
+    generator = torch.Generator().manual_seed(2)
+    stack = nn.Parameter(torch.randn(2, 4, 9, generator=generator))
+    single = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    optimizers = [
+        Muon([{"params": params, "lr": 0.1, "weight_decay": 0.5, "muon": True}]) for params in ([stack], single)
+    ]
+    for _ in range(3):
+        stack.grad = torch.randn(2, 4, 9, generator=generator) * torch.tensor([1.0, 1e3])[:, None, None]
+        for parameter, gradient in zip(single, stack.grad, strict=True):
+            parameter.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in single]), rtol=1e-4, atol=1e-6)
 
 
 def test_muons_adamw_is_adamw() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.errors import EyasError
-from models.portable import check_export, load_export, open_drafter, write_export
+from models.portable import check_export, load_export, open_drafter, serve, write_export
 from scripts.export import export
 from tests.drafters import random_frozen
 from tests.exports import Spoil, exported, make, rewrite
@@ -41,11 +42,11 @@ def configure(**values: Any) -> Spoil:
         (drop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight: missing"),
         (drop("d2t"), "d2t: missing; 12 draft tokens"),
         (drop("t2d"), "t2d: missing"),
-        (put("embed_tokens.weight", torch.zeros(40, 32)), "embed_tokens.weight: unexpected"),
+        (put("embed_tokens.weight", torch.zeros(40, 32)), "embed_tokens.weight: not a name of this layout"),
         (put("fc.bias", torch.zeros(32)), "fc.bias: unexpected"),
         (put("fc.weight", torch.zeros(32, 64)), r"fc.weight: has shape \[32, 64\], config.json asks for \[32, 96\]"),
         (put("norm.weight", torch.ones(32, dtype=torch.float16)), "norm.weight: is torch.float16"),
-        (put("d2t", torch.arange(12, dtype=torch.int32)), "d2t: is torch.int32"),
+        (lambda tensors, config: tensors.update(d2t=tensors["d2t"].int()), "d2t: is torch.int32"),
         (edit("norm.weight", lambda t: t[3].fill_(float("nan"))), "norm.weight: 1 of 32 values are NaN"),
         (edit("lm_head.weight", lambda t: t[3, 4].fill_(float("inf"))), "lm_head.weight: 1 of 384"),
         (edit("d2t", lambda t: t[11].fill_(29)), r"d2t: its target ids .* within 0\.\.39"),
@@ -56,10 +57,12 @@ def configure(**values: Any) -> Spoil:
         (configure(fc_norm=True), "fc_norm.0.weight: missing"),
         (configure(bias=True), "bias=True is not supported"),
         (configure(norm_before_residual=True), "norm_before_residual=True is not supported"),
-        (configure(num_hidden_layers=32), "num_hidden_layers=32 is not supported"),
+        (configure(num_hidden_layers=32), "num_hidden_layers=32 is not what was to be written, 1"),
         (configure(num_aux_hidden_states=4), "num_aux_hidden_states=4"),
         (configure(architectures=["LlamaForCausalLM"]), "architectures=.*LlamaForCausalLM"),
-        (configure(draft_vocab_size=40), "d2t: must be absent"),
+        (configure(draft_vocab_size=40), r"d2t: is torch.int64 \[12\], draft_vocab_size=40 asks for int64 \[40\]"),
+        (configure(eos_token_id=9), "eos_token_id=9 is not what was to be written, None"),
+        (edit("fc.weight", lambda t: t[3, 4].add_(1)), "fc.weight: its values are not"),
         (configure(head_dim=8), "midlayer.self_attn.q_proj.weight: has shape"),
     ],
 )
@@ -67,7 +70,7 @@ def test_a_wrong_folder_is_named(tmp_path: Path, spoil: Spoil, names: str) -> No
     exported(tmp_path / "out")
     rewrite(tmp_path / "out", spoil)
     with pytest.raises(EyasError, match=names):
-        check_export(tmp_path / "out")
+        check_export(tmp_path / "out", serve(*make()))
 
 
 def test_no_folder_and_no_json(tmp_path: Path) -> None:
@@ -125,10 +128,10 @@ def test_killed_between_the_two_renames(tmp_path: Path) -> None:
     exported(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / ".out.old")
     drafter, frozen = make()
-    tensors, config = drafter.serving(frozen)
+    served = serve(drafter, frozen)
     with pytest.raises(EyasError):
-        write_export(tensors | {"extra": torch.zeros(1)}, config, tmp_path / "out", "float32")
-    check_export(tmp_path / "out")  # the earlier export is back
+        write_export(replace(served, tensors=served.tensors | {"extra": torch.zeros(1)}), tmp_path / "out", "float32")
+    check_export(tmp_path / "out", served)  # the earlier export is back
 
 
 def test_other_files_are_never_deleted(tmp_path: Path) -> None:
@@ -147,7 +150,7 @@ def test_other_files_are_never_deleted(tmp_path: Path) -> None:
 def test_other_names_and_older_configs(tmp_path: Path) -> None:
     """layers.0 and a model. prefix, Transformers-4 rope keys, no head_dim, no own note."""
     drafter, frozen = make(frozen=random_frozen(head_dim=8, num_hidden_layers=12), taps=(2, 6, 9))
-    write_export(*drafter.serving(frozen), tmp_path / "out", "float32")
+    write_export(serve(drafter, frozen), tmp_path / "out", "float32")
 
     def foreign(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         renamed = {"model." + n.replace("midlayer.", "layers.0."): t for n, t in tensors.items() if "2" not in n}
@@ -158,9 +161,9 @@ def test_other_names_and_older_configs(tmp_path: Path) -> None:
             del config[key]
 
     rewrite(tmp_path / "out", foreign)
-    with pytest.raises(EyasError, match="target_layers"):
+    with pytest.raises(EyasError, match="names no tapped layers"):
         load_export(tmp_path / "out")
-    read = open_drafter(tmp_path / "out", target_layers=12)
+    read = open_drafter(tmp_path / "out", target={"num_hidden_layers": 12})
     assert read.tap_ids == (2, 6, 9)
     assert read.architecture() == drafter.architecture()
     assert all(torch.equal(t, drafter.state_dict()[n]) for n, t in read.state_dict().items())

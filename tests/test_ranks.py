@@ -77,7 +77,7 @@ def slow(target: Target, drafter: Drafter, text: Text) -> tuple[np.ndarray, np.n
     if not len(slots):
         return rank, valid
     states = drafter.unroll(batch, slots, target.frozen()).double()
-    head, ids = drafter.head_weight(target.frozen()).double(), drafter.vocab.ids.tolist()
+    head, ids = drafter.head(target.frozen()).weight.double(), drafter.vocab.ids.tolist()
     rows = iter(states)
     for k in range(DEPTHS):
         for s in range(len(slots)):

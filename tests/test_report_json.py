@@ -23,7 +23,7 @@ from eval.look.report import print_report, write_report
 from eval.look.table import WIDE, comparisons, legend, ordered, predictions, sections, verdict
 from eval.measure import Bench
 from eval.prompts import Prompt
-from eval.run import run_bench
+from eval.run import run_benches
 from models.eagle3 import Eagle3Drafter
 from models.target import Target
 from models.vocab import DraftVocab
@@ -101,7 +101,7 @@ def test_real_reports_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             max_new_tokens=12, gamma=2, temperatures=[0.0, 1.0], rule=rule, batch_sizes=[1, 2], costs=rule == "lossless"
         )
         bench = Bench(target, [trained(drafter, frozen, verify), ngrams(verify)], verify, 3)
-        report = run_bench(bench, prompts, {}, tmp_path / rule, quiet=True)
+        report = run_benches([bench], prompts, {}, tmp_path / rule, quiet=True)
         assert errors(report) == []
         assert json.loads((tmp_path / rule / "report.json").read_text()) == json.loads(json.dumps(report))
         rows = [json.loads(line) for line in (tmp_path / rule / "generations.jsonl").read_text().splitlines()]

@@ -10,77 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.batch import Batch
 from models.draft_session import LayerSession, Rows
-from models.drafter import DraftSession
 from models.eagle3 import Eagle3Drafter
-from models.frozen import FrozenTarget
-from tests.drafters import drafted_logits, random_batch, random_drafter, random_frozen, random_vocab
+from tests.drafters import Reader, draft, drafted_logits, random_drafter, random_frozen, random_levels, random_vocab
 
 VOCAB = 40
-
-
-class Reader:
-    """Feeds texts to the slots of a session in uneven pieces and notes what was confirmed in each."""
-
-    def __init__(self, session: DraftSession, frozen: FrozenTarget) -> None:
-        self.session, self.frozen = session, frozen
-        self.texts: dict[int, Batch] = {}
-        self.read: dict[int, int] = {}
-
-    def begin(self, slot: int, length: int, seed: int) -> None:
-        self.texts[slot], self.read[slot] = random_batch(self.frozen, [length], seed), 0
-        self.session.reset(slot, int(self.texts[slot].input_ids[0]))
-
-    def move(self, source: int, to: int) -> None:
-        self.session.move(source, to)
-        self.texts[to], self.read[to] = self.texts.pop(source), self.read.pop(source)
-
-    def extend(self, counts: dict[int, int]) -> Tensor:
-        slots = sorted(counts)
-        parts = [slice(self.read[s], self.read[s] + counts[s]) for s in slots]
-        taps, final = (
-            torch.cat([getattr(self.texts[s], name)[part] for s, part in zip(slots, parts, strict=True)])
-            for name in ("taps", "final")
-        )
-        ids = [self.texts[s].input_ids[part.start + 1 : part.stop + 1] for s, part in zip(slots, parts, strict=True)]
-        for slot in slots:
-            self.read[slot] += counts[slot]
-        return self.session.extend(slots, [counts[s] for s in slots], taps, final, torch.cat(ids))
-
-
-def random_levels(
-    rng: random.Random, slots: Sequence[int], widest: int, depths: int
-) -> list[list[tuple[int, int, int]]]:
-    """Levels of (slot, parent, token): trees of different shapes, some of which end early. ``widest`` 1: chains."""
-    levels, last, count = [], {s: [-1] for s in slots}, dict.fromkeys(slots, 0)
-    for _ in range(depths):
-        level = []
-        for slot in slots:
-            if not last[slot] or (widest > 1 and rng.random() < 0.15):
-                last[slot] = []
-                continue
-            parents = sorted(rng.choices(last[slot], k=rng.randint(1, widest)))
-            level += [(slot, parent, rng.randrange(VOCAB)) for parent in parents]
-            last[slot] = list(range(count[slot], count[slot] + len(parents)))
-            count[slot] += len(parents)
-        if level:
-            levels.append(level)
-    return levels
-
-
-def draft(session: DraftSession, levels: list[list[tuple[int, int, int]]]) -> dict[int, dict[tuple[int, ...], Tensor]]:
-    """Expand the levels; for each slot the logits after every node, by its path of tokens."""
-    paths: dict[int, list[tuple[int, ...]]] = {}
-    found: dict[int, dict[tuple[int, ...], Tensor]] = {}
-    for depth, level in enumerate(levels, 1):
-        slots, parents, tokens = (list(column) for column in zip(*level, strict=True))
-        out = session.expand(slots, torch.tensor(parents), torch.tensor(tokens), depth)
-        for (slot, parent, token), logits in zip(level, out, strict=True):
-            own = paths.setdefault(slot, [])
-            own.append((*own[parent], token) if parent >= 0 else (token,))
-            found.setdefault(slot, {})[own[-1]] = logits
-    return found
 
 
 def check(drafter: Eagle3Drafter, reader: Reader, roots: dict[int, Tensor], widest: int, rng: random.Random) -> int:

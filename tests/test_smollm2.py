@@ -29,7 +29,7 @@ from data.features.store import FeatureStore
 from models.batch import slots_of
 from models.checkpoint import load_drafter
 from models.load_frozen import load_frozen
-from models.portable import check_export
+from models.portable import load_export
 from models.pypi import resolve
 from scripts.lossless import check
 from train.stages import walk
@@ -117,7 +117,7 @@ def test_the_trained_drafter_drafts_as_it_was_trained(run: Config) -> None:
     batch = max(stores, key=len).batch([0])
     slots = slots_of(batch, 7)
     with torch.no_grad():
-        unrolled = drafter.unroll(batch, slots, frozen) @ drafter.head_weight(frozen).T
+        unrolled = drafter.head(frozen).logits(drafter.unroll(batch, slots, frozen), slots.counts)
     row = {pair: i for i, pair in enumerate(zip(*(t.tolist() for t in slots.rows()), strict=True))}
     session, confirmed = drafter.session(frozen), 0
     for number in (0, 1, 5):
@@ -136,7 +136,7 @@ def test_it_learned_and_the_export_is_what_was_trained(run: Config) -> None:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert losses[-1] < 0.7 * losses[0]
-    exported = check_export(run_dir / "export").state_dict()
+    exported = load_export(run_dir / "export").state_dict()
     best = json.loads((run_dir / "best.json").read_text(encoding="utf-8"))
     for name, weight in load_drafter(run_dir / best["checkpoint"]).state_dict().items():
         assert torch.equal(exported[name].float(), weight.bfloat16().float()), name

@@ -106,7 +106,7 @@ def test_first_step_equals_plain_pytorch(tmp_path: Path) -> None:
             if k:
                 token = batch.input_ids[(p + 1 + k).clamp_max(batch.num_tokens - 1)]
                 state = torch.tanh(torch.cat([state, frozen.embedding[token]], -1) @ reference.next.weight.T)
-            logq = (reference.norm(state[keep]) @ reference.head.weight.T).double().log_softmax(-1)
+            logq = (reference.norm(state[keep]) @ reference.lm_head.weight.T).double().log_softmax(-1)
             total = total - 0.8**k * (logits_p[p[keep] + 1 + k] * logq).sum()
         slots += len(p)
     (total / slots).backward()
@@ -218,7 +218,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, monkeypatch: py
     def step(number: int) -> None:
         if number == 2:
             with torch.no_grad():
-                trainer.drafter.get_parameter("head.weight")[0, 0] = float("nan")
+                trainer.drafter.get_parameter("lm_head.weight")[0, 0] = float("nan")
         plain(number)
 
     monkeypatch.setattr(trainer, "_train_step", step)

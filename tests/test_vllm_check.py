@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scripts.vllm_check import Ours, Task, compare, plan, read_ours, table
+from scripts.vllm_check import Ours, Task, check_servable, compare, plan, read_ours, table
 
 UNCUT = {"passes": 4, "tau": 1.75, "rate": [0.5, 0.25]}
 
@@ -93,3 +93,26 @@ def test_every_number_must_be_within(rates: list[float], within: bool) -> None:
     assert found["rows"][1]["difference"] == pytest.approx(0.5 - rates[0])
     text = table(found, 2)
     assert "1 of 2 outputs" in text and ("NOT within" in text) is not within
+
+
+def test_medusa_drafts_with_all_its_heads(tmp_path: Path) -> None:
+    """vLLM proposes a token of each head, and takes paths with certain words for other methods."""
+    for name, heads in (("heads", {"num_heads": 3}), ("official", {"medusa_num_heads": 3})):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(heads))
+        check_servable(str(folder), "medusa", 3)
+        check_servable(str(folder), "eagle", 5)
+        with pytest.raises(SystemExit, match="all its 3 heads; measure with gamma 3, not 4"):
+            check_servable(str(folder), "medusa", 4)
+    (tmp_path / "heads").rename(tmp_path / "not-eagle-1")
+    with pytest.raises(SystemExit, match="'eagle-'"):
+        check_servable(str(tmp_path / "not-eagle-1"), "medusa", 3)
+
+
+def test_modules_of_the_target_need_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("[1, 2]\n")
+    task = plan(arguments(drafter="mtp", prompts=tmp_path / "p.jsonl", gamma=1), "mtp", None)
+    assert task.speculative_config() == {"method": "mtp", "num_speculative_tokens": 1} and not task.overrides()
+    alone = plan(arguments(drafter="export", prompts=tmp_path / "p.jsonl", gamma=1), "mtp", None)
+    assert alone.speculative_config()["model"] == "export" and alone.overrides() == {"num_nextn_predict_layers": 1}

@@ -2,9 +2,10 @@
 
 from conf.cli import entry
 from conf.schema import Config
+from train.sweep import run_sweep
 
 
-@entry("train")
+@entry("train", sweep=run_sweep)
 def main(cfg: Config) -> float | None:
     from train.stages import walk  # brings torch: --help and mistakes in the configuration need not wait for it
 

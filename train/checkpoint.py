@@ -1,6 +1,7 @@
 """Checkpoints that are either whole or not there, and the rules of going on from one.
 
     checkpoints/step_00000123/   model.safetensors, drafter.json   the drafter (models/checkpoint.py)
+                                 target.safetensors, target.json   what became of a target that is trained along
                                  optimizer.pt                      its optimizer state, loaded with weights_only
                                  state.json                        position, best so far, and a digest of each file
     best.json                    which checkpoint has the best simulated tau
@@ -27,6 +28,7 @@ from models.drafter import Drafter
 from models.errors import EyasError
 from models.files import sync, write_atomic
 from models.run_folder import BEST, CHECKPOINTS, STATE, file_digest, is_whole, latest_checkpoint, step_folders
+from train.joint import JointTraining
 
 OPTIMIZER = "optimizer.pt"
 TEMPORARY = ".tmp-"
@@ -36,8 +38,9 @@ TEMPORARY = ".tmp-"
 class TrainState:
     """Where a run stands after ``step`` optimizer steps; everything else is a function of step and config.
 
-    window: sums since the last logged row; best: {step, chain, tau_t0, tau_t1} of the best validation; content: digests
-    of what the run was fed (data, target, vocabulary), which a resumed run must match.
+    window: sums since the last logged row; best: {step, chain, tau_t0, tau_t1} of the best validation, stale: validations
+    since then, stopped: whether they were too many; perplexity: of a target that is trained along on held-out text,
+    {before, after}; content: digests of what the run was fed (data, target, vocabulary), which a resumed run must match.
     """
 
     step: int = 0
@@ -46,6 +49,9 @@ class TrainState:
     supervised: int = 0
     window: list[float] = field(default_factory=list)
     best: dict[str, Any] | None = None
+    stale: int = 0
+    stopped: bool = False
+    perplexity: dict[str, float] = field(default_factory=dict)
     content: dict[str, str] = field(default_factory=dict)
 
 
@@ -65,7 +71,9 @@ class CheckpointDir:
         for leftover in [*self.root.glob(f"{TEMPORARY}*"), *self.run_dir.glob(f"{TEMPORARY}*")]:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
-    def save(self, state: TrainState, drafter: Drafter, optimizer: Optimizer) -> Path:
+    def save(
+        self, state: TrainState, drafter: Drafter, optimizer: Optimizer, joint: JointTraining | None = None
+    ) -> Path:
         """Write the checkpoint of ``state.step``; keeps one that is already there and whole."""
         final = self.folder(state.step)
         if final.exists() and is_whole(final):
@@ -74,6 +82,8 @@ class CheckpointDir:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         save_drafter(drafter, work)
+        if joint is not None:
+            joint.save(work, {"perplexity": state.perplexity})
         torch.save(optimizer.state_dict(), work / OPTIMIZER)
         files = {path.name: file_digest(path) for path in sorted(work.iterdir())}
         (work / STATE).write_text(json.dumps({**asdict(state), "files": files}, indent=1) + "\n", encoding="utf-8")
@@ -93,12 +103,16 @@ class CheckpointDir:
         content.pop("files")
         return TrainState(**content)
 
-    def restore(self, folder: Path, drafter: Drafter, optimizer: Optimizer) -> TrainState:
+    def restore(
+        self, folder: Path, drafter: Drafter, optimizer: Optimizer, joint: JointTraining | None = None
+    ) -> TrainState:
         """Fill drafter and optimizer from a whole checkpoint and return its state."""
         vocab, weights = read_weights(folder, drafter.vocab.size)
         if not torch.equal(vocab.ids, drafter.vocab.ids.cpu()):
             raise EyasError(f"{folder}: was trained with another draft vocabulary; give the new run another name=")
         fill(drafter, weights, folder)
+        if joint is not None:
+            joint.restore(folder)
         optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
         return self.read_state(folder)
 

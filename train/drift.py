@@ -21,6 +21,7 @@ HARMLESS = (
     "target.path", "target.revision", "target.chat_template", "target.template_kwargs", "target.trust_remote_code",
     "target.taps", "target.dtype", "data", "store",
     "train.log_every", "train.eval_every", "train.save_every", "train.keep_last", "train.chunk",
+    "train.tau", "train.tau_prompts", "train.patience",  # where it stops and what is best, not what it learns
 )  # fmt: skip
 
 OPEN_SECTIONS = ("drafter", "strategy")  # their keys are the options of a class, and may be left out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,20 +11,23 @@ from torch import Tensor
 
 from models.objective import Score
 
-PER_DEPTH = ("ce", "kl", "alpha", "match", "mass", "count")
+PER_DEPTH = ("ce", "kl", "alpha", "match", "mass", "extra", "count")
 
 
 class Totals:
-    """Running sums as one float64 vector: [K] for each of PER_DEPTH, then weighted loss, gradient norm, steps."""
+    """Running sums as one float64 vector: [K] for each of PER_DEPTH, then a trained target's -log p and its number of
+    tokens, the weighted loss, gradient norm and steps."""
 
     def __init__(self, depths: int, device: torch.device | str = "cpu") -> None:
         self.depths = depths
-        self.sums = torch.zeros(len(PER_DEPTH) * depths + 3, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(PER_DEPTH) * depths + 5, dtype=torch.float64, device=device)
 
     def add(self, score: Score) -> None:
         """Count a micro-step; no number is read back, so the device is not waited for."""
-        columns = [getattr(score, name).detach().double() for name in PER_DEPTH]
-        self.sums[:-2] += torch.cat([*columns, score.loss_sum.detach().double()[None]])
+        zeros = torch.zeros_like(score.count)
+        columns = [(zeros if (found := getattr(score, name)) is None else found).detach() for name in PER_DEPTH]
+        columns.append(torch.zeros_like(self.sums[:2]) if score.lm is None else score.lm)
+        self.sums[:-2] += torch.cat([*columns, score.loss_sum.detach()[None]], 0).double()
 
     def add_step(self, grad_norm: Tensor) -> None:
         """Count an optimizer step; on one process only, since all see the same gradient norm."""
@@ -42,9 +46,10 @@ class Totals:
         """loss per depth-0 slot, grad_norm per step and, per depth, ce, kl, alpha, accuracy and mass per valid slot.
 
         alpha and accuracy are against the target's full vocabulary; mass is the target's probability inside
-        the draft vocabulary. ``tau_mean_field`` is 1 + sum_k prod_{i<=k} alpha_i of the averages.
+        the draft vocabulary; extra is a method's own term, where it has one. ``tau_mean_field`` is
+        1 + sum_k prod_{i<=k} alpha_i of the averages. ``perplexity``: of a target that is trained along.
         """
-        *rows_flat, loss, grad_norm, steps = self.sums.tolist()
+        *rows_flat, lm, lm_tokens, loss, grad_norm, steps = self.sums.tolist()
         rows = torch.tensor(rows_flat, dtype=torch.float64).view(len(PER_DEPTH), self.depths)
         count = rows[PER_DEPTH.index("count")]
         named = dict(zip(PER_DEPTH, (rows / count.clamp_min(1)).tolist(), strict=True))
@@ -55,6 +60,8 @@ class Totals:
             "tau_mean_field": 1.0 + float(alpha.cumprod(0).sum()),
             **{name: named[name] for name in ("ce", "kl", "alpha", "mass")},
             "accuracy": named["match"],
+            **({"extra": named["extra"]} if any(named["extra"]) else {}),
+            **({"perplexity": math.exp(lm / lm_tokens)} if lm_tokens else {}),
             "slots": [int(c) for c in count],
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -44,36 +44,48 @@ def set_lr(optimizer: Optimizer, factor: float) -> float:
     return float(optimizer.param_groups[0]["lr"])
 
 
-def build_optimizer(drafter: Drafter, optim: OptimConfig) -> Optimizer:
-    """The optimizer of a drafter's trainable parameters.
+def build_optimizer(
+    drafter: Drafter, optim: OptimConfig, *, backbone: Iterable[Tensor] | None = None, backbone_lr: float | None = None
+) -> Optimizer:
+    """The optimizer of a drafter's trainable parameters, and of a target's that is trained along (``backbone``, with a
+    peak learning rate of its own).
 
-    Weight decay falls on matrices only. With ``optim.name=muon`` the inner matrices are Muon's; vectors and
-    every matrix with a row or column per (draft) vocabulary token, whose rows are no linear map to
-    orthogonalise, stay with AdamW.
+    Weight decay falls on matrices only. With ``optim.name=muon`` the drafter's inner matrices are Muon's, those of
+    experts [E, a, b] one by one; vectors, every matrix with a row or column per (draft) vocabulary token, whose rows
+    are no linear map to orthogonalise, and all of the backbone stay with AdamW.
     """
     if optim.name not in ("adamw", "muon"):
         raise EyasError(f"optim.name={optim.name}: must be adamw or muon")
-    vocab_sizes = {len(drafter.vocab), drafter.vocab.size}
-    matrices: list[Tensor] = []
-    tables: list[Tensor] = []
-    vectors: list[Tensor] = []
-    for parameter in drafter.parameters():
-        if parameter.requires_grad:
-            is_table = parameter.ndim == 2 and bool(vocab_sizes & set(parameter.shape))
-            kind = vectors if parameter.ndim < 2 else tables if is_table or parameter.ndim > 2 else matrices
-            kind.append(parameter)
-    adam = {"lr": optim.lr, "peak_lr": optim.lr}
-    groups: list[dict[str, Any]] = [
-        {"params": tables, "weight_decay": optim.weight_decay, **adam},
-        {"params": vectors, "weight_decay": 0.0, **adam},
-    ]
+    matrices, tables, vectors = by_kind(drafter.parameters(), {len(drafter.vocab), drafter.vocab.size})
+    muon = optim.name == "muon"
+    plain = tables if muon else matrices + tables
+    groups = [_group(plain, optim.lr, optim.weight_decay), _group(vectors, optim.lr, 0.0)]
+    if muon:
+        groups.append(_group(matrices, optim.muon_lr, optim.weight_decay) | {"muon": True})
+    if backbone is not None:
+        peak = optim.lr if backbone_lr is None else backbone_lr
+        matrices, _, vectors = by_kind(backbone, set())
+        groups += [_group(matrices, peak, optim.weight_decay), _group(vectors, peak, 0.0)]
+    groups = [group for group in groups if group["params"]]
     betas = (float(optim.betas[0]), float(optim.betas[1]))
-    if optim.name == "adamw":
-        groups[0]["params"] = matrices + tables
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=betas, fused=True)
-    muon = {"params": matrices, "weight_decay": optim.weight_decay, "muon": True}
-    groups.append({**muon, "lr": optim.muon_lr, "peak_lr": optim.muon_lr})
-    return Muon([g for g in groups if g["params"]], lr=optim.lr, betas=betas)
+    if muon:
+        return Muon(groups, lr=optim.lr, betas=betas)
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, fused=True)
+
+
+def by_kind(parameters: Iterable[Tensor], vocab_sizes: set[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """The trainable ones: matrices (or stacks of them), tables (with a row or column per token), and vectors."""
+    matrices, tables, vectors = list[Tensor](), list[Tensor](), list[Tensor]()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            is_table = bool(vocab_sizes & set(parameter.shape[-2:]))
+            kind = vectors if parameter.ndim < 2 else tables if is_table else matrices
+            kind.append(parameter)
+    return matrices, tables, vectors
+
+
+def _group(parameters: list[Tensor], lr: float, weight_decay: float) -> dict[str, Any]:
+    return {"params": parameters, "weight_decay": weight_decay, "lr": lr, "peak_lr": lr}
 
 
 class Muon(Optimizer):
@@ -117,7 +129,7 @@ class Muon(Optimizer):
             state["momentum"] = torch.zeros_like(parameter)
         momentum = state["momentum"].lerp_(grad, 1 - group["momentum"])
         direction = orthogonalise(grad.lerp(momentum, group["momentum"]))
-        parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+        parameter.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape[-2:])))
 
     def _adamw(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -133,14 +145,16 @@ class Muon(Optimizer):
 
 
 def orthogonalise(matrix: Tensor, iterations: int = 5) -> Tensor:
-    """A matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (about 0.7 .. 1.2).
+    """A matrix with the singular vectors of ``matrix`` [m, n] and singular values near 1 (about 0.7 .. 1.2); of a
+    stack [..., m, n] each by itself.
 
     Newton-Schulz with Muon's quintic coefficients; zero stays zero.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (x.norm() + 1e-7)
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if tall else matrix
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+    return x.mT if tall else x

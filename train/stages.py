@@ -5,6 +5,7 @@ target folder -> documents -> features -> draft vocabulary -> drafter -> fit -> 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -22,7 +23,7 @@ from accelerate import Accelerator
 
 from conf.schema import Config
 from data.documents.document_set import DocumentSet
-from data.features.source import FeatureSource, OnlineFeatures, StoredFeatures
+from data.features.source import FeatureSource, OnlineFeatures, StoredFeatures, TokensOnly
 from data.features.store import FeatureStore
 from data.look.report import show
 from data.prepare import Inputs, open_target
@@ -38,6 +39,7 @@ from models.target import Target
 from models.vocab import DraftVocab
 from train.checkpoint import digest
 from train.drift import settle_config
+from train.joint import JointTraining
 from train.strategy import build_accelerator, pick_precision
 from train.trainer import Fitted, Trainer
 
@@ -61,7 +63,7 @@ def walk(cfg: Config) -> float | None:
 
 def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None:
     """What :func:`walk` does, in a run folder that nobody else writes."""
-    from eval.run import check_settings
+    from eval.load import check_settings
 
     main = accelerator.is_main_process
     check_settings(cfg.verify)  # not after hours of training
@@ -98,11 +100,18 @@ def frozen_dtype(cfg: Config, accelerator: Accelerator) -> torch.dtype:
 
 def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) -> Fitted:
     """Features, draft vocabulary and drafter, then the training loop."""
-    train, valid = feature_sources(cfg, accelerator, inputs)
+    joint = cfg.joint.backbone != "none"
+    train, valid = token_sources(inputs) if joint else feature_sources(cfg, accelerator, inputs)
     if valid is None:
         log.warning("nothing is held out (data.valid_fraction=0): the last checkpoint counts as the best")
     frozen = load_frozen(inputs.files.folder).to(accelerator.device, frozen_dtype(cfg, accelerator))
     drafter = build_drafter(cfg, frozen, inputs)
+    settings: dict[str, Any] = {"train": train, "valid": valid}
+    if joint:
+        target = inputs.load_target(str(accelerator.device))
+        settings["joint"] = JointTraining.of(target, drafter, cfg.joint)
+    if cfg.train.tau == "measured" and accelerator.is_main_process:
+        settings["measure"] = tau_by_verifier(cfg, inputs, drafter, frozen, settings.get("joint"))
     content = {
         "training features": inputs.key(inputs.corpus.train),
         "held-out features": inputs.key(inputs.corpus.valid),
@@ -111,8 +120,24 @@ def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) ->
     weights = inputs.corpus.weights
     if set(weights) != {1.0}:
         content["weights"] = digest(weights)
-    sources: dict[str, Any] = {"train": train, "valid": valid, "weights": weights}
-    return Trainer(cfg, run_dir, accelerator, drafter, frozen, content=content, **sources).fit()
+    return Trainer(cfg, run_dir, accelerator, drafter, frozen, content=content, weights=weights, **settings).fit()
+
+
+def token_sources(inputs: Inputs) -> tuple[TokensOnly, TokensOnly | None]:
+    """Documents for a target that is trained along: its states change with every step, so none are stored."""
+    corpus = inputs.corpus
+    return TokensOnly(corpus.train), TokensOnly(corpus.valid) if corpus.valid else None
+
+
+def tau_by_verifier(
+    cfg: Config, inputs: Inputs, drafter: Drafter, frozen: FrozenTarget, joint: JointTraining | None
+) -> Callable[[], float]:
+    """What measures greedy tau of the drafter as it is in training, on ``train.tau_prompts`` prompts."""
+    from eval.load import GreedyTau
+
+    target = joint.model.target if joint else inputs.load_target(str(frozen.head.device))
+    measured = GreedyTau(cfg, target)
+    return lambda: measured(copy.deepcopy(drafter), target.frozen() if joint else frozen)
 
 
 def feature_sources(
@@ -151,7 +176,10 @@ def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
     cls = drafter_class(str(cfg.drafter.get("_target_")))
     size = options.pop("draft_vocab_size", None)
     if cfg.train.init_from:
-        return initial_drafter(cfg.train.init_from, cls, frozen, inputs.files.tap_ids)
+        drafter = initial_drafter(cfg.train.init_from, cls, frozen, inputs.files.tap_ids)
+        drafter.take_over(options)
+        check_depths(drafter, cfg.train.depths)
+        return drafter
     if size is None:
         vocab = DraftVocab.full(frozen.vocab_size)
     else:
@@ -160,15 +188,25 @@ def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
     if "seed" in inspect.signature(cls.create).parameters:
         options["seed"] = cfg.seed
     torch.manual_seed(cfg.seed)
-    return cls.create(frozen, vocab, inputs.files.tap_ids, **options)
+    drafter = cls.create(frozen, vocab, inputs.files.tap_ids, **options)
+    check_depths(drafter, cfg.train.depths)
+    return drafter
+
+
+def check_depths(drafter: Drafter, depths: int) -> None:
+    """A method of so many heads or modules has no depth beyond them to train."""
+    if drafter.max_depth is not None and depths > drafter.max_depth:
+        raise EyasError(f"train.depths={depths}: this {type(drafter).__name__} has only {drafter.max_depth} depths")
 
 
 def initial_drafter(path: str, cls: type[Drafter], frozen: FrozenTarget, tap_ids: tuple[int, ...]) -> Drafter:
     """The drafter of a run, a checkpoint or an export, checked against this run's target, taps and class."""
     folder = best_checkpoint(Path(path)) or Path(path)
-    drafter = open_drafter(folder, target_layers=int(frozen.config["num_hidden_layers"]))
+    drafter = open_drafter(folder, target=frozen.config)
     found = {"class": type(drafter).__name__, "taps": tuple(drafter.tap_ids), "vocabulary": drafter.vocab.size}
     wanted = {"class": cls.__name__, "taps": tuple(tap_ids), "vocabulary": frozen.vocab_size}
+    if not drafter.tap_ids:
+        wanted["taps"] = ()  # the method reads none
     wrong = [f"{name} {found[name]} instead of {wanted[name]}" for name in found if found[name] != wanted[name]]
     if wrong:
         raise EyasError(f"train.init_from={path}: does not fit this run: {'; '.join(wrong)}")
@@ -197,13 +235,17 @@ def evaluate(cfg: Config, run_dir: Path, inputs: Inputs, fitted: Fitted) -> None
 
 
 def export(cfg: Config, run_dir: Path, fitted: Fitted) -> None:
-    """Write the serving folder of the best checkpoint."""
+    """Write the serving folder of the best checkpoint; of a method that no engine drafts with, say so and go on."""
+    from models.drafter import NotServed
     from scripts.export import run_export
 
     report, folder = run_dir / "report.json", Path(cfg.export.dir or run_dir / "export")
     measured = report.read_text(encoding="utf-8") if report.exists() else ""
     made_from = [checkpoint_digest(fitted.checkpoint), measured, asdict(cfg.export)]
-    once(run_dir, "export", digest(made_from), folder / "config.json", lambda: run_export(cfg))
+    try:
+        once(run_dir, "export", digest(made_from), folder / "config.json", lambda: run_export(cfg))
+    except NotServed as error:
+        log.warning("export: skipped, %s", error)
 
 
 def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], Any]) -> None:

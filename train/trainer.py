@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,18 +21,19 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from conf.schema import Config
-from data.features.order import StepPlan, plan_epoch
-from data.features.source import FeatureSource
+from data.features.order import StepPlan
+from data.features.source import FeatureSource, TokensOnly
 from models.drafter import Drafter, TrainSpec
 from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.objective import Objective
-from models.simulate import simulated_tau
 from train.checkpoint import CheckpointDir, TrainState
+from train.joint import JointTraining
 from train.metrics import Totals, sum_over_processes
 from train.optim import build_optimizer, lr_factor, set_lr
 from train.strategy import micro_step
-from train.tracking import Tracker, progress
+from train.tracking import Clock, Tracker, progress
+from train.validation import rates, score_held_out
 
 VALIDATIONS = 8  # a run, where train.eval_every leaves it open
 
@@ -54,7 +54,8 @@ class Trainer:
 
     ``content`` are digests of what the run is fed (features, target, vocabulary): a checkpoint made from other
     content is refused. ``weights``: how often each training document comes in an epoch. ``frozen`` must be on the
-    accelerator's device.
+    accelerator's device. ``joint``: the target is trained along. ``measure``: greedy tau of the drafter as it is, by the
+    verifier (called on the main process), which then decides what is best instead of the simulated one.
     """
 
     def __init__(
@@ -69,11 +70,16 @@ class Trainer:
         valid: FeatureSource | None,
         content: Mapping[str, str],
         weights: Sequence[float] | None = None,
+        joint: JointTraining | None = None,
+        measure: Callable[[], float] | None = None,
     ) -> None:
         self.cfg, self.run_dir, self.accelerator, self.frozen = cfg, run_dir, accelerator, frozen
         self.train_source, self.valid_source = train, valid
         t = cfg.train
-        self.spec = TrainSpec(Objective(t.loss, t.depth_weights, t.decay, t.chunk, t.depth_keep), t.depths)
+        self.joint, self.measure = joint, measure
+        more = (t.depth_keep, t.top_k, t.top_k_weight, t.lk_eta)
+        objective = Objective(t.loss, t.depth_weights, t.decay, t.chunk, *more)
+        self.spec = TrainSpec(objective, t.depths)
         # Documents without a slot have no gradient, and a step of nothing else would have no denominator.
         self.documents = [d for d, slots in enumerate(train.slots) if slots]
         if not self.documents:
@@ -91,8 +97,15 @@ class Trainer:
         self.eval_every = t.eval_every or math.ceil(self.total / VALIDATIONS)
         self.save_every = t.save_every or self.eval_every
         self.drafter = drafter.to(accelerator.device)
-        self.drafter.train()
-        self.model, self.optimizer = accelerator.prepare(self.drafter, build_optimizer(self.drafter, cfg.optim))
+        self.module = joint.model if joint else self.drafter  # what is called; ``model`` is its distributed wrapper
+        self.module.train()
+        optimizer = build_optimizer(
+            self.drafter,
+            cfg.optim,
+            backbone=joint.model.trained_backbone() if joint else None,
+            backbone_lr=cfg.joint.lr,
+        )
+        self.model, self.optimizer = accelerator.prepare(self.module, optimizer)
         self.checkpoints = CheckpointDir(run_dir, t.keep_last)
         self.state = TrainState(total_steps=self.total, content=dict(content))
         self.window = Totals(t.depths, accelerator.device)
@@ -104,11 +117,15 @@ class Trainer:
         """Train to the last step. Raises EyasError when the loss stops being finite."""
         self._resume()
         self._show_plan()
-        if self.state.step == self.total:
+        if self.state.step == self.total or self.state.stopped:
             log.info("this run is finished: %d of %d steps done", self.state.step, self.total)
             return self._fitted()
         self.clock.start(self.state.step, self.state.tokens)
         with self._tracking() as (tracker, bar):
+            if self.joint and self.valid_source is not None and not self.state.perplexity:
+                with self.clock.paused():
+                    totals, _ = self._score(self.valid_source)
+                    self.state.perplexity["before"] = totals.averages()["perplexity"]
             for step in range(self.state.step, self.total):
                 self._train_step(step)
                 bar.update()
@@ -118,19 +135,25 @@ class Trainer:
                 if self.valid_source is not None and self._due(self.eval_every):
                     with self.clock.paused():
                         improved = self._validate(tracker)
-                if improved or self._due(self.save_every):
+                if improved or self.state.stopped or self._due(self.save_every):
                     with self.clock.paused():
                         self._save(tracker)
+                if self.state.stopped:
+                    log.info("step %d: no better tau in %d validations: stopping", self.state.step, self.state.stale)
+                    break
         return self._fitted()
 
     def _train_step(self, step: int) -> None:
         """One optimizer step: this process's bins, gradients over the valid slots of all processes' bins."""
         accelerator, world = self.accelerator, self.accelerator.num_processes
         bins = [[self.documents[d] for d in members] for members in self.plan.bins(step)]
+        documents = [d for docs in bins for d in docs]
         mine = range(accelerator.process_index, len(bins), world)
         # Processes average their gradients; the sum over all slots is wanted, divided by their number. A process
         # without a bin joins in with another's bin at weight zero.
-        weight = world / sum(self.train_source.slots[d] for docs in bins for d in docs) if mine else 0.0
+        slots = sum(self.train_source.slots[d] for d in documents)
+        weight = world / slots if mine else 0.0
+        spec = self._spec_of(step, slots, documents)
         micro_steps = mine or range(1)
         set_lr(self.optimizer, lr_factor(step, self.total, self.cfg.optim))
         for number in micro_steps:
@@ -138,7 +161,7 @@ class Trainer:
             seed = bin_seed(self.cfg.seed, step, number)
             torch.manual_seed(seed)
             with micro_step(accelerator, self.model, last=number == micro_steps[-1]):
-                score = self.model(batch, self.frozen, replace(self.spec, seed=seed))
+                score = self.model(batch, self.frozen, replace(spec, seed=seed))
                 accelerator.backward(score.loss_sum * weight)
             if mine:
                 self.window.add(score)
@@ -148,22 +171,32 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.state.step = step + 1
-        self.state.tokens += sum(self.train_source.lengths[d] for docs in bins for d in docs)
-        self.state.supervised += sum(self.train_source.supervised[d] for docs in bins for d in docs)
+        self.state.tokens += sum(self.train_source.lengths[d] for d in documents)
+        self.state.supervised += sum(self.train_source.supervised[d] for d in documents)
 
-    @torch.no_grad()
+    def _spec_of(self, step: int, slots: int, documents: Sequence[int]) -> TrainSpec:
+        """What the model computes in this step. All sums are divided by the number of slots afterwards, so that of the
+        target's own term, a mean over its tokens, is weighted accordingly."""
+        if self.joint is None:
+            return self.spec
+        assert isinstance(self.train_source, TokensOnly)
+        lm, draft = self.joint.weights(step, self.total)
+        labels = sum(self.train_source.labels[d] for d in documents)
+        return replace(self.spec, lm_weight=lm * slots / max(1, labels), draft_weight=draft)
+
     def _validate(self, tracker: Tracker | None) -> bool:
         """Score the held-out documents; whether the simulated greedy tau is the best so far."""
         assert self.valid_source is not None
-        totals, walks = self._score_held_out(self.valid_source)
+        totals, walks = self._score(self.valid_source)
         row = totals.averages()
         (accepted_t0, passes_t0), (accepted_t1, passes_t1) = walks
         row |= {"tau_t0": 1 + accepted_t0 / max(passes_t0, 1e-9), "tau_t1": 1 + accepted_t1 / max(passes_t1, 1e-9)}
         self._require_finite(row["loss"], "the validation loss")
-        best = self.state.best
-        improved = best is None or best["chain"] != self.chain or row["tau_t0"] > best["tau_t0"]
-        if improved:
-            self.state.best = {"step": self.state.step, "chain": self.chain} | {n: row[n] for n in ("tau_t0", "tau_t1")}
+        if self.measure is not None:
+            row["tau_measured"] = self._measured()
+        if self.joint:
+            self.state.perplexity["after"] = row["perplexity"]
+        improved = self._improves(row)
         if tracker is not None:
             tracker.log(self.state.step, "valid", row)
         log.info(
@@ -178,27 +211,34 @@ class Trainer:
         )
         return improved
 
-    def _score_held_out(self, source: FeatureSource) -> tuple[Totals, list[list[float]]]:
-        """Sums over the held-out documents, and (accepted, passes) of the simulated walks at T=0 and T=1."""
-        accelerator = self.accelerator
-        totals = Totals(self.spec.depths, accelerator.device)
-        walks = torch.zeros(2, 2, dtype=torch.float64)
-        documents = [d for d, slots in enumerate(source.slots) if slots]
-        bins = plan_epoch([source.lengths[d] for d in documents], seed=0, epoch=0, bin_tokens=self.cfg.train.bin_tokens)
-        spec = replace(self.spec, objective=replace(self.spec.objective, depth_keep=1.0), per_slot=True)
-        self.drafter.eval()
-        for members in bins[accelerator.process_index :: accelerator.num_processes]:
-            batch = source.batch([documents[d] for d in members]).to(accelerator.device)
-            score = self.drafter(batch, self.frozen, spec)
-            totals.add(score)
-            assert score.match_slots is not None and score.alpha_slots is not None
-            index, valid = score.slots.index, score.slots.valid[: self.chain]
-            for walk, accept in zip(walks, (score.match_slots, score.alpha_slots), strict=True):
-                walk += torch.tensor(simulated_tau(accept[: self.chain], index, valid), dtype=torch.float64)
-        self.drafter.train()
-        totals.reduce(accelerator)
-        totals.sums = sum_over_processes(accelerator, totals.sums)  # every process decides on the same numbers
-        return totals, sum_over_processes(accelerator, walks.to(accelerator.device)).tolist()
+    def _score(self, source: FeatureSource) -> tuple[Totals, list[list[float]]]:
+        self.module.eval()
+        spec = replace(self.spec, depths=max(self.spec.depths, self.chain))
+        found = score_held_out(
+            self.accelerator, self.module, self.frozen, source, spec, self.chain, self.cfg.train.bin_tokens
+        )
+        self.module.train()
+        return found
+
+    def _improves(self, row: Mapping[str, Any]) -> bool:
+        """Whether this validation is the best so far; counts those that are not, and stops the run at too many."""
+        by, patience, best = "tau_measured" if self.measure else "tau_t0", self.cfg.train.patience, self.state.best
+        improved = best is None or best["chain"] != self.chain or row[by] > best.get(by, 0.0)
+        if improved:
+            kept = {n: row[n] for n in ("tau_t0", "tau_t1", "tau_measured") if n in row}
+            self.state.best = {"step": self.state.step, "chain": self.chain} | kept
+        self.state.stale = 0 if improved else self.state.stale + 1
+        self.state.stopped = patience is not None and self.state.stale >= patience
+        return improved
+
+    def _measured(self) -> float:
+        """tau by the verifier, on the main process; all processes get its number."""
+        assert self.measure is not None
+        self.module.eval()
+        main = self.accelerator.is_main_process
+        found = torch.tensor([self.measure() if main else 0.0], device=self.accelerator.device, dtype=torch.float64)
+        self.module.train()
+        return float(sum_over_processes(self.accelerator, found))
 
     # --- what is written ---
 
@@ -250,7 +290,7 @@ class Trainer:
             assert tracker is not None
             tracker.sync()
             self.state.window = self.window.state()
-            folder = self.checkpoints.save(self.state, self.drafter, self.optimizer.optimizer)
+            folder = self.checkpoints.save(self.state, self.drafter, self.optimizer.optimizer, self.joint)
             self.checkpoints.mark_best(self.state.best)
             self.checkpoints.prune(self.state.best)
             log.debug("saved %s", folder)
@@ -273,7 +313,7 @@ class Trainer:
                 f"{newest}: this run was begun with other input, {what}. Restore it, or train under another name= "
                 f"(train.init_from={newest} starts from these weights)"
             )
-        self.state = self.checkpoints.restore(newest, self.drafter, self.optimizer.optimizer)
+        self.state = self.checkpoints.restore(newest, self.drafter, self.optimizer.optimizer, self.joint)
         if main:
             self.window.load(self.state.window)
             self.checkpoints.mark_best(self.state.best)
@@ -303,11 +343,16 @@ class Trainer:
 
     @property
     def chain(self) -> int:
-        """Chain length of the simulated tau: what the verifier will draft, as far as depths are trained."""
-        return min(self.cfg.verify.gamma, self.spec.depths)
+        """Chain length of the simulated tau: what the verifier will draft."""
+        return min(self.cfg.verify.gamma, self.drafter.max_depth or self.cfg.verify.gamma)
 
     def _due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.total
+
+    def _trained_of_target(self) -> int:
+        if self.joint is not None:
+            return sum(p.numel() for p in self.joint.model.trained_backbone())
+        return trainable(self.frozen)
 
     def _show_plan(self) -> None:
         """Tell what is about to be trained, on what and for how long."""
@@ -323,42 +368,13 @@ class Trainer:
             "tokens per step": f"up to {t.bin_tokens * t.bins_per_step:,} in {t.bins_per_step} bins",
             "processes": f"{self.accelerator.num_processes} on {self.accelerator.device.type}, {t.precision}",
             "trainable, drafter": f"{self.drafter.trainable_parameters():,} parameters",
-            "trainable, target": f"{trainable(self.frozen):,} parameters",
+            "trainable, target": f"{self._trained_of_target():,} parameters",
             "draft vocabulary": f"{len(self.drafter.vocab):,} of {self.drafter.vocab.size:,} tokens",
             "validation, saving": f"every {self.eval_every:,} and {self.save_every:,} steps",
             "starts at step": f"{self.state.step:,}" + (" (resumed)" if self.state.step else ""),
         }
         width = max(map(len, rows))
         log.info("plan\n%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
-
-
-class Clock:
-    """How fast a run goes: of training alone, and with everything in it."""
-
-    def __init__(self) -> None:
-        self.start(0, 0)
-
-    def start(self, step: int, tokens: int) -> None:
-        self._began = self._since = time.perf_counter()
-        self._first_step, self._tokens = step, tokens
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave what happens meanwhile out of :meth:`rate`."""
-        before = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - before
-
-    def rate(self, tokens: int) -> float:
-        """Tokens per second since the last call."""
-        now = time.perf_counter()
-        rate = (tokens - self._tokens) / max(now - self._since, 1e-9)
-        self._since, self._tokens = now, tokens
-        return rate
-
-    def left(self, step: int, total: int) -> float:
-        """Seconds to the last step at the average pace since the start, validation and saving included."""
-        return (total - step) * (time.perf_counter() - self._began) / max(1, step - self._first_step)
 
 
 def trainable(frozen: FrozenTarget) -> int:
@@ -370,7 +386,3 @@ def trainable(frozen: FrozenTarget) -> int:
 def bin_seed(seed: int, step: int, number: int) -> int:
     """Seed of everything random about a bin of a step, on whichever process it runs."""
     return ((seed * 1_000_003 + step) * 1_009 + number) % (1 << 62)
-
-
-def rates(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)

@@ -22,6 +22,7 @@ from data.features.manifest import Documents, Manifest, blake2b, store_key, torc
 from data.features.store import FeatureStore, TokenFeatures, check_lengths
 from data.features.writer import FeatureWriter, ShardFile
 from models.errors import EyasError
+from models.quantize import computed_in
 
 if TYPE_CHECKING:
     from data.masks.template import Example
@@ -59,8 +60,9 @@ class Estimate:
 
 
 def compute_dtype(target: FeatureTarget) -> str:
-    """The dtype the target computes in, e.g. "float32"."""
-    return str(next(target.model.parameters()).dtype).removeprefix("torch.")
+    """The dtype the target computes in, e.g. "float32", and how its weights are kept if they are quantised."""
+    dtype = str(next(target.model.parameters()).dtype).removeprefix("torch.")
+    return computed_in(dtype, getattr(target, "quantize", None))
 
 
 def key_of(target: FeatureTarget, examples: Sequence[Example], dtype: str) -> str:

@@ -51,19 +51,19 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Column:
-    """One tensor of a shard: [tokens, width], or [tokens] when width is 0."""
+    """One tensor of a shard: [tokens, width], or [tokens] without a width."""
 
     name: str
     code: str
     dtype: torch.dtype
-    width: int = 0
+    width: int | None = None
 
     @property
     def row_bytes(self) -> int:
-        return self.dtype.itemsize * max(1, self.width)
+        return self.dtype.itemsize * (1 if self.width is None else self.width)
 
     def shape(self, tokens: int) -> list[int]:
-        return [tokens, self.width] if self.width else [tokens]
+        return [tokens] if self.width is None else [tokens, self.width]
 
 
 @dataclass(frozen=True)

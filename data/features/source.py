@@ -94,6 +94,33 @@ class OnlineFeatures:
         return rounded
 
 
+class TokensOnly:
+    """Batches without features, for a target that is trained along and makes them itself (models/joint.py).
+
+    labels: supervised tokens of each document that follow another token, what the target's own term counts.
+    """
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self.examples = examples
+        documents = Documents.of(examples)
+        self.lengths, self.supervised = documents.lengths, documents.supervised
+        self.slots, self.sources = documents.slots, documents.sources
+        self.labels = [sum(map(bool, example.supervised[1:])) for example in examples]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def batch(self, documents: Sequence[int], dtype: torch.dtype | None = None) -> Batch:
+        return pack([self._bare(self.examples[document]) for document in documents], dtype or torch.float32)
+
+    @staticmethod
+    def _bare(example: Example) -> Stored:
+        count = len(example.input_ids)
+        ids = torch.tensor(example.input_ids, dtype=torch.int32)
+        none, zeros = torch.zeros(count, 0), torch.zeros(count)
+        return Stored(none, none, zeros, zeros.int(), ids, torch.tensor(example.supervised, dtype=torch.bool))
+
+
 def pack(documents: Sequence[Stored], dtype: torch.dtype) -> Batch:
     """Documents back to back; taps and final converted to ``dtype`` while they are copied."""
     if not documents:

@@ -67,6 +67,8 @@ class ShardFile:
             return False
         for column in self.columns:
             raw = getattr(stored, column.name).contiguous().view(torch.uint8).numpy()
+            if not raw.size:
+                continue  # no taps
             self._pwrite(raw.data.cast("B"), self.offsets[column.name] + self.starts[document] * column.row_bytes)
         self.missing.discard(document)
         return True

@@ -77,7 +77,8 @@ def measure_costs(target: Target, candidates: Sequence[Candidate], *, budget: fl
             continue
         own = candidate.tapped(target)
         behind = max(1, min(past, positions_of(candidate, context) - 2 * max(SIZES)))
-        levels = min(TIMED_LEVELS, (candidate.drafter.max_depth if candidate.drafter else None) or TIMED_LEVELS)
+        most = candidate.drafter.max_depth if candidate.drafter else None
+        levels = TIMED_LEVELS if most is None else min(TIMED_LEVELS, most - 1)  # the last level is not drafted on from
         chosen = Sizes.fitting(positions_of(candidate, context) - behind - 1, levels)
         how: dict[str, Any] = chosen._asdict()
         draft[candidate.name] = measure_draft(candidate.session(1), own, behind, **how, budget=budget)

@@ -66,7 +66,7 @@ def drafter_ranks(
     """Ranks of a trained drafter. at_once: draft logits in memory at a time."""
     found, start = list[Ranks](), 0
     to_draft = draft_ids(drafter, frozen)
-    weight = drafter.head_weight(frozen).to(drafter.dtype)
+    head = drafter.head(frozen)  # its scale and soft cap don't change an order
     for text in texts:
         batch = text_batch(target, text)
         slots = slots_of(batch, depths)
@@ -75,7 +75,13 @@ def drafter_ranks(
             k, s = slots.rows()
             true = to_draft[batch.input_ids[slots.index[s] + 2 + k]]
             rank = torch.full(slots.valid.shape, OUTSIDE, dtype=torch.int64, device=true.device)
-            rank[k, s] = ranks_of(states, weight, true, at_once)
+            parts = zip(states.split(slots.counts), true.split(slots.counts), strict=True)
+            rank[k, s] = torch.cat(
+                [
+                    ranks_of(part, head.of(depth).to(drafter.dtype), own, at_once, head.bias)
+                    for depth, (part, own) in enumerate(parts)
+                ]
+            )
             found.append(Ranks(*(part.cpu().numpy() for part in (slots.index + start, slots.valid, rank))))
         start += batch.num_tokens + 1
     return joined(found, depths)

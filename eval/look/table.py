@@ -51,10 +51,14 @@ class Table(NamedTuple):
 def ordered(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The runs by temperature, so that drafters stand side by side; otherwise in the order of the report.
 
-    Their ``drafts`` also say what the settings make of the depth.
+    Their ``drafts`` also say what the settings make of the depth, ``target`` what became of the drafter's target.
     """
     temperatures = list(dict.fromkeys(run["temperature"] for run in report["runs"]))
-    limited = [{**run, "drafts": run["drafts"] + _limits(report["settings"])} for run in report["runs"]]
+    changed = {drafter["name"]: drafter.get("target") for drafter in report["drafters"]}
+    limits = _limits(report["settings"])
+    limited = [
+        {**run, "drafts": run["drafts"] + limits, "target": changed.get(run["drafter"])} for run in report["runs"]
+    ]
     return sorted(limited, key=lambda run: temperatures.index(run["temperature"]))
 
 
@@ -89,6 +93,9 @@ def sections(runs: Sequence[Mapping[str, Any]], *, wide: bool = False) -> list[S
 
 def _acceptance(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     yield Line("output", ["lossless" if run["lossless"] else f"{LOSSY} (typical)" for run in runs])
+    if any(run.get("target") for run in runs):
+        yield Line("target", [changed(run["target"]) if run.get("target") else "the original" for run in runs])
+        yield Line("  its perplexity", [perplexity(run.get("target")) for run in runs])
     yield Line("drafts", [run["drafts"] for run in runs])
     yield _line(runs, "tau", "acceptance", "tau")
     yield Line("  95% interval", [interval(run["acceptance"]["interval"]) for run in runs])
@@ -254,9 +261,22 @@ def _ngrams(report: Mapping[str, Any]) -> list[str]:
 
 
 def legend(drafter: Mapping[str, Any]) -> str:
-    """A drafter of the report in words: its name, tree, and where it was loaded from."""
+    """A drafter of the report in words: its name, tree, where it was loaded from, and what became of its target."""
     source = f", from {drafter['path']}" if drafter["path"] else ""
-    return f"{drafter['name']}: {shape(drafter)}{source}"
+    target = drafter.get("target")
+    told = f"; target {changed(target)}, perplexity {perplexity(target)}" if target else ""
+    return f"{drafter['name']}: {shape(drafter)}{source}{told}"
+
+
+def changed(target: Mapping[str, Any]) -> str:
+    """A warning in words: lossless then means that the output is the tuned target's."""
+    return "CHANGED by training" + {"lora": " (LoRA)", "full": " (all weights)"}.get(target["kind"], "")
+
+
+def perplexity(target: Mapping[str, Any] | None) -> str:
+    """Of a tuned target on held-out text, before and after."""
+    found = (target or {}).get("perplexity") or {}
+    return f"{found['before']:.2f} -> {found['after']:.2f}" if {"before", "after"} <= set(found) else NONE
 
 
 def shape(drafts: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ def scored(target: Target, drafter: Drafter, frozen: FrozenTarget, text: Text, d
     if not len(slots):
         return None
     states, teacher = drafter.unroll(batch, slots, frozen), frozen.teacher(batch, drafter.vocab)
-    return Objective()(states, drafter.head_weight(frozen), slots, teacher, per_slot=True)
+    return Objective()(states, drafter.head(frozen), slots, teacher, per_slot=True)
 
 
 def accepts(score: Score, greedy: bool) -> Accepts:
@@ -112,7 +112,8 @@ def teacher_of(model: Target, ids: Tensor, size: int) -> Teacher:
     ids that it lacks."""
     found = model.features([ids.clamp_max(model.vocab_size - 1)])[0]
     bias = None if model.head.bias is None else model.head.bias[:size]
-    return Teacher(model.head.weight[:size], bias, found.final, found.lse, found.top1, model.scale, model.softcap)
+    kept = (found.final, found.lse, found.top1, ids.roll(-1), model.scale, model.softcap)
+    return Teacher(model.head.weight[:size], bias, *kept)
 
 
 def chain_taus(texts: Iterable[Accepts], depths: int) -> list[float]:

@@ -1,0 +1,235 @@
+"""MTP: multi-token prediction modules (DeepSeek-V3, arXiv 2412.19437, section 2.2; FastMTP, arXiv 2509.18362).
+
+A module reads a feature of slot p and the embedding of one more token: both are normed, joined and projected to the
+width of the target, and pass a decoder layer of the target's own family and a norm. The target's head scores the
+result, which is also the feature of the next depth. Depth 0 reads h[p] after the final norm.
+
+One module is applied again and again, as EAGLE-3's layer is: slot p sees the depth-0 keys of slots <= p and its own
+lineage, and can draft any number of levels. Of several, module k makes depth k and sees its own keys of slots <= p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from models.batch import Batch, Slots
+from models.drafter import Drafter, DraftSession, Serving
+from models.errors import EyasError
+from models.frozen import FrozenTarget
+from models.heads import DraftHead
+from models.layers import RMSNorm
+from models.mtp_names import default_layout
+from models.mtp_serving import carried_modules, read_mtp, write_mtp
+from models.mtp_session import RecursiveSession, SequentialSession
+from models.native import Attend, Causal, Lineage, NativeLayer
+from models.vocab import DraftVocab
+from models.weight_files import fill_module
+
+INITS = ("last_layer", "random", "carried")
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """Everything that rebuilds the module, vocabulary apart. config: the target's text config."""
+
+    num_modules: int
+    config: dict[str, Any]
+    zero_first: bool = False
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config["hidden_size"])
+
+
+class MtpModule(nn.Module):
+    """One module; every norm of its own multiplies by its weight, those inside the block are the family's."""
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.config.get("rms_norm_eps", 1e-6)
+        self.zero_first = config.zero_first
+        self.enorm, self.hnorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.proj = nn.Linear(2 * hidden, hidden, bias=False)  # columns of the embedding first
+        self.block = NativeLayer(config.config)
+        self.norm = RMSNorm(hidden, eps)
+
+    def forward(self, embedding: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """embedding and feature [n, H] at positions [n] -> state [n, H], normed: for the head and the next depth."""
+        if self.zero_first:
+            embedding = embedding.masked_fill(positions[:, None] == 0, 0.0)
+        x = self.proj(torch.cat([self.enorm(embedding), self.hnorm(feature)], -1))
+        state: Tensor = self.norm(self.block(x, positions, attend))
+        return state
+
+
+class MtpDrafter(Drafter):
+    """See the module docstring; built by :meth:`create` or :meth:`from_architecture`."""
+
+    layouts: ClassVar[tuple[str, ...]] = ("deepseek", "mimo", "qwen3_next")
+    tap_ids: tuple[int, ...] = ()  # it reads no taps, whatever the run stores
+
+    def __init__(self, config: MtpConfig, vocab: DraftVocab) -> None:
+        super().__init__()
+        self.config, self.vocab = config, vocab
+        self.mtp = nn.ModuleList(MtpModule(config) for _ in range(config.num_modules))
+
+    @property
+    def steps(self) -> list[MtpModule]:
+        """The modules, in the order of the depths."""
+        return cast("list[MtpModule]", list(self.mtp))
+
+    # --- construction ---
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        super().check_options(options)
+        if options.get("init", INITS[0]) not in INITS:
+            raise EyasError(f"drafter.init={options['init']}: must be one of {', '.join(INITS)}")
+        if float(options.get("init_temper", 1.0)) <= 0:
+            raise EyasError(f"drafter.init_temper={options['init_temper']}: must be above 0")
+
+    @classmethod
+    def levels(cls, options: Mapping[str, Any]) -> int | None:
+        return None if options.get("num_modules", 1) == 1 else options["num_modules"]
+
+    @classmethod
+    def create(  # type: ignore[override]
+        cls,
+        frozen: FrozenTarget,
+        vocab: DraftVocab,
+        tap_ids: tuple[int, ...],
+        *,
+        num_modules: int = 1,
+        init: Literal["last_layer", "random", "carried"] = "last_layer",
+        init_temper: float = 0.3,
+        zero_first: bool | None = None,
+        seed: int = 0,
+    ) -> MtpDrafter:
+        """init: last_layer (the block is the target's last decoder layer, and the projection passes the feature
+        through) | random | carried (the MTP weights in the target's own folder). init_temper scales the final norm,
+        so that a fresh drafter isn't sure of itself. zero_first: the embedding at position 0 counts as zero (None: as
+        engines have it for the target's family). What is not initialised from the target is random from ``seed``."""
+        if zero_first is None:
+            zero_first = default_layout(frozen.config.get("model_type", "")).zero_first
+        config = MtpConfig(num_modules, frozen.config, zero_first)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            drafter = cls(config, vocab)
+        if init == "carried":
+            drafter._carry(frozen)
+        elif init == "last_layer":
+            drafter._init_from(frozen, init_temper)
+        return drafter
+
+    @torch.no_grad()
+    def _init_from(self, frozen: FrozenTarget, temper: float) -> None:
+        hidden = self.config.hidden_size
+        for module in self.steps:
+            module.block.init_from(frozen.last_layer, "drafter.init=last_layer")
+            module.proj.weight[:, :hidden].zero_()
+            module.proj.weight[:, hidden:] = torch.eye(hidden)
+            if frozen.final_norm is not None:
+                module.norm.weight.copy_(frozen.final_norm * temper)
+
+    def _carry(self, frozen: FrozenTarget) -> None:
+        carried = None if frozen.folder is None else carried_modules(frozen.folder, frozen.config)
+        if carried is None:
+            raise EyasError(f"drafter.init=carried: the target {frozen.folder or ''} carries no MTP weights")
+        own = tuple(f"mtp.{i}." for i in range(self.config.num_modules))
+        found = {int(name.split(".")[1]) for name in carried}
+        if len(found) < len(own):
+            raise EyasError(f"drafter.num_modules={len(own)}: the target carries {len(found)} MTP modules")
+        fill_module(self, {name: tensor for name, tensor in carried.items() if name.startswith(own)})
+
+    def architecture(self) -> dict[str, Any]:
+        return asdict(self.config)
+
+    @classmethod
+    def from_architecture(cls, architecture: dict[str, Any], vocab: DraftVocab) -> MtpDrafter:
+        return cls(MtpConfig(**architecture), vocab)
+
+    # --- training ---
+
+    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+        return self._recursive(batch, slots, frozen) if len(self.mtp) == 1 else self._sequential(batch, slots, frozen)
+
+    def _ahead(self, batch: Batch, index: Tensor, depth: int, frozen: FrozenTarget) -> Tensor:
+        """Embeddings of x[p+1+k] for the slots p of ``index``; behind the end of the batch, those of its last token."""
+        token = batch.input_ids[(index + 1 + depth).clamp_max(batch.num_tokens - 1)]
+        return frozen.embed(token).to(self.dtype)
+
+    def _recursive(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+        """Depth 0 runs for every token, whose keys are needed; deeper depths only where loss counts."""
+        module, attend, positions = self.steps[0], Lineage(batch.cu_seqlens), batch.positions
+        every = torch.arange(batch.num_tokens, device=positions.device)
+        feature = module(self._ahead(batch, every, 0, frozen), batch.final.to(self.dtype), positions, attend)
+        index = slots.index
+        feature = feature[index]
+        states, counts = [feature], slots.counts
+        for k in range(1, slots.depths):
+            still = slots.valid[k][slots.valid[k - 1]] if counts[k] < counts[k - 1] else None
+            if still is not None:
+                index, feature = index[still], feature[still]
+            attend.follow(index, still)
+            if len(index):
+                feature = module(self._ahead(batch, index, k, frozen), feature, positions[index] + k, attend)
+            states.append(feature)
+        return torch.cat(states)
+
+    def _sequential(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+        """Module k runs for every token: its keys are those of depth k. The last k + 1 slots of a document lack the
+        token they'd read; no slot that counts sees them."""
+        self.check_depths(slots.depths)
+        attend, positions, feature = Causal(batch.cu_seqlens), batch.positions, batch.final.to(self.dtype)
+        every = torch.arange(batch.num_tokens, device=positions.device)
+        states = []
+        for k, valid in enumerate(slots.valid):
+            feature = self.steps[k](self._ahead(batch, every, k, frozen), feature, positions, attend)
+            states.append(feature[slots.index[valid]])
+        return torch.cat(states)
+
+    def check_depths(self, depths: int) -> None:
+        if self.max_depth is not None and depths > self.max_depth:
+            raise EyasError(
+                f"{depths} levels of drafts: this MTP drafter has {self.max_depth} modules, one for each level "
+                "(drafter.num_modules, train.depths, verify.gamma)"
+            )
+
+    def head(self, frozen: FrozenTarget) -> DraftHead:
+        return frozen.draft_head(self.vocab)
+
+    # --- drafting and serving ---
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def max_depth(self) -> int | None:
+        return None if len(self.mtp) == 1 else len(self.mtp)
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.config.config.get("max_position_embeddings")
+
+    def session(self, frozen: FrozenTarget, slots: int = 1) -> DraftSession:
+        return (RecursiveSession if len(self.mtp) == 1 else SequentialSession)(self, frozen, slots)
+
+    def serving(self, frozen: FrozenTarget, layout: str | None = None) -> Serving:
+        """See models/mtp_serving.py; ``layout`` None: that of the target's family."""
+        weights = {name: tensor.detach() for name, tensor in self.state_dict().items()}
+        return write_mtp(weights, self.architecture(), self.vocab, frozen.config, layout)
+
+    @classmethod
+    def from_serving(
+        cls, tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any] | None = None
+    ) -> MtpDrafter:
+        architecture, vocab, weights = read_mtp(tensors, config, target)
+        drafter = cls.from_architecture(architecture, vocab)
+        fill_module(drafter, weights)
+        return drafter

@@ -1,0 +1,51 @@
+"""Joint training of drafter and target: what the trainer asks of the ``joint`` section (models/joint.py computes)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.schema import JointConfig
+from models.drafter import Drafter
+from models.joint import JointModel
+from models.target import Target
+from models.tuned import LORA_KEYS, restore_tuned, save_tuned
+
+
+@dataclass(frozen=True)
+class JointTraining:
+    """The model that is trained and the settings of its two terms."""
+
+    model: JointModel
+    config: JointConfig
+
+    @classmethod
+    def of(cls, target: Target, drafter: Drafter, config: JointConfig) -> JointTraining:
+        return cls(JointModel(target, drafter, lora=lora_of(config), distill=config.distill), config)
+
+    def weights(self, step: int, total: int) -> tuple[float, float]:
+        """Weights of the target's own mean loss and of the drafter's in optimizer step ``step`` of ``total``.
+
+        (0, 1) in the first stage, which leaves the target alone; then (1, lambda), lambda growing as
+        sin(pi/2 * share of the second stage) with schedule=sine.
+        """
+        joint = self.config
+        first = min(total, int(joint.warmup) if joint.warmup >= 1 else round(joint.warmup * total))
+        if step < first:
+            return 0.0, 1.0
+        grown = math.sin(math.pi / 2 * (step + 1 - first) / (total - first)) if joint.schedule == "sine" else 1.0
+        return 1.0, joint.weight * grown
+
+    def save(self, folder: Path, about: Mapping[str, Any]) -> None:
+        save_tuned(self.model.backbone, folder, lora_of(self.config), about)
+
+    def restore(self, folder: Path) -> None:
+        restore_tuned(self.model.backbone, folder, lora_of(self.config))
+
+
+def lora_of(config: JointConfig) -> dict[str, Any] | None:
+    """The shape of the adapters; None where all weights are trained."""
+    return {key: getattr(config, key) for key in LORA_KEYS} if config.backbone == "lora" else None
