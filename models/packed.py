@@ -71,7 +71,7 @@ def unpack_linears(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is PackedLinear:
             layer.packed, layer.version = None, -1
-            layer.__class__ = nn.Linear
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def lay_out_again(module: nn.Module) -> None:

@@ -75,7 +75,7 @@ def tuned(folder: Path) -> dict[str, Any] | None:
 
 
 def apply_tuned(target: Target, folder: Path) -> None:
-    """Give ``target``, loaded from its original folder, the weights of the checkpoint in ``folder``; adapters are merged."""
+    """Give ``target``, loaded from its original folder, the weights of the checkpoint ``folder``, adapters merged."""
     about = tuned(folder)
     if about is None:
         raise EyasError(f"{folder}: holds no tuned target ({ABOUT})")

@@ -158,8 +158,8 @@ def serving(method: Method, folder: Path, config: Mapping[str, Any], about: Abou
 
 
 def serving_mtp(folder: Path, config: Mapping[str, Any], about: About, depth: int) -> Iterator[str]:
-    """vLLM loads a MiMo-style module of a plain layer by itself; the others are found in the target, if there is a class
-    for its family."""
+    """vLLM loads a MiMo-style module of a plain layer by itself; others are found in the target, if its family has a
+    class."""
     family, layout = str(config["model_type"]), config["eyas"]["layout"]
     if layout == "mimo" and config["num_nextn_predict_layers"] == 1 and family in MIMO_LIKE:
         yield "vLLM, which must be told that the target has a module:"

@@ -28,8 +28,8 @@ from eval.drafts.dynamic_tree import DynamicTree
 from eval.drafts.proposers import PlainProposer, Proposer, ScriptedProposer
 from eval.drafts.shapes import Shape, chain, classic, fit
 from eval.drafts.tree import ROOT, DraftTree, Drawn
-from eval.measure import Bench
 from eval.load import load_bench
+from eval.measure import Bench
 from eval.verify.speculate import Decoder, Generation, Limits, Request, generate_all
 from models.drafter import Drafter
 from models.errors import EyasError

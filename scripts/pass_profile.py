@@ -24,8 +24,8 @@ from conf.schema import Config
 from eval.candidates import Candidate
 from eval.decode import WARM_UP
 from eval.drafts.drafting import DraftingProposer
-from eval.measure import Bench
 from eval.load import load_bench
+from eval.measure import Bench
 from eval.verify.speculate import Decoder, Limits, Request, Seconds, generate_all
 
 FORWARDS = ("_forward", "_logits")  # of a target, and of a draft model

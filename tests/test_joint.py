@@ -109,7 +109,7 @@ def test_the_targets_own_term_is_a_plain_fine_tune(folder: Path) -> None:
 
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_the_drafter_learns_from_the_live_target(folder: Path, lora: dict[str, Any] | None) -> None:
-    """Its score equals the one on features of the same weights; its gradient reaches the target once that is trained."""
+    """Its score is the one on features of the same weights; its gradient reaches the target once that is trained."""
     model, batch = made(folder, lora=lora), tokens(1)
     frozen = Target.load(str(folder)).frozen()
     live = model(batch, frozen, spec(lm_weight=1.0, draft_weight=0.0))
@@ -124,7 +124,9 @@ def test_the_drafter_learns_from_the_live_target(folder: Path, lora: dict[str, A
     def grads(draft_weight: float) -> list[Tensor]:
         model.zero_grad()
         model(batch, frozen, spec(lm_weight=1.0, draft_weight=draft_weight)).loss_sum.backward()
-        return [p.grad.clone() for n, p in model.backbone.named_parameters() if ".layers.0." in n and p.grad is not None]
+        return [
+            p.grad.clone() for n, p in model.backbone.named_parameters() if ".layers.0." in n and p.grad is not None
+        ]
 
     apart = zip(grads(0.0), grads(1.0), strict=True)
     assert all(not torch.equal(without, with_drafter) for without, with_drafter in apart)

@@ -15,8 +15,9 @@ import pytest
 
 from conf.cli import told_plainly
 from conf.explain import check_arguments, unknown
+from conf.rules import PATHS
 from conf.schema import Config, DataConfig, TargetConfig
-from conf.validate import PATHS, check_late_inputs, check_outputs, check_texts, validate
+from conf.validate import check_late_inputs, check_outputs, check_texts, validate
 from conf.values import expand, value
 from data.chats.rows import read_rows
 from data.documents.corpus import read_corpus

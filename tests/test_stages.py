@@ -149,7 +149,8 @@ def test_export_follows_its_settings(target: str, tmp_path: Path) -> None:
     """Another dtype or folder is another export; the same settings are done once."""
     cfg = config(target, tmp_path, output_dir=str(tmp_path / "run"))
     fitted = run(cfg, tmp_path / "run")
-    for changes in ({}, {"dtype": "float32"}, {"dir": str(tmp_path / "elsewhere")}):
+    wishes: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"dir": str(tmp_path / "elsewhere")}]
+    for changes in wishes:
         export(replace(cfg, export=ExportConfig(**changes)), tmp_path / "run", fitted)
     assert read_export(tmp_path / "run/export")[1]["dtype"] == "float32"
     assert read_export(tmp_path / "elsewhere")[1]["dtype"] == "bfloat16"

@@ -38,9 +38,10 @@ TEMPORARY = ".tmp-"
 class TrainState:
     """Where a run stands after ``step`` optimizer steps; everything else is a function of step and config.
 
-    window: sums since the last logged row; best: {step, chain, tau_t0, tau_t1} of the best validation, stale: validations
-    since then, stopped: whether they were too many; perplexity: of a target that is trained along on held-out text,
-    {before, after}; content: digests of what the run was fed (data, target, vocabulary), which a resumed run must match.
+    window: sums since the last logged row; best: {step, chain, tau_t0, tau_t1} of the best validation; stale:
+    validations since then, stopped: whether they were too many; perplexity: of a target that is trained along, on
+    held-out text, {before, after}; content: digests of what the run was fed (data, target, vocabulary), which a resumed
+    run must match.
     """
 
     step: int = 0

@@ -54,8 +54,8 @@ class Trainer:
 
     ``content`` are digests of what the run is fed (features, target, vocabulary): a checkpoint made from other
     content is refused. ``weights``: how often each training document comes in an epoch. ``frozen`` must be on the
-    accelerator's device. ``joint``: the target is trained along. ``measure``: greedy tau of the drafter as it is, by the
-    verifier (called on the main process), which then decides what is best instead of the simulated one.
+    accelerator's device. ``joint``: the target is trained along. ``measure``: greedy tau of the drafter as it is, by
+    the verifier (called on the main process), which then decides what is best instead of the simulated one.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ def score_held_out(
     chain: int,
     bin_tokens: int,
 ) -> tuple[Totals, list[list[float]]]:
-    """Sums over the held-out documents, and (accepted, passes) of the simulated walks of ``chain`` drafts at T=0 and T=1,
-    over all processes. ``module``: a drafter or joint model in eval mode."""
+    """Sums over the held-out documents, and (accepted, passes) of the simulated walks of ``chain`` drafts at T=0 and
+    T=1, over all processes. ``module``: a drafter or joint model in eval mode."""
     totals = Totals(spec.depths, accelerator.device)
     walks = torch.zeros(2, 2, dtype=torch.float64)
     documents = [d for d, slots in enumerate(source.slots) if slots]
