@@ -35,18 +35,11 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.heads import DraftHead
 from models.layers import MLP, Attention, RMSNorm
-from models.recurrent import DraftLayer, LayerConfig, RecurrentDrafter, last_layer_weight, random_linears
+from models.recurrent import DraftLayer, LayerConfig, RecurrentDrafter, random_linears
 from models.vocab import DraftVocab
 from models.weight_files import fill_module
 
 NOISE_LENGTH = 512  # tokens of the document at which ``noise`` is the width of the noise's interval
-COPIED = (
-    *(f"self_attn.{name}_proj" for name in "qkvo"),
-    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-    "post_attention_layernorm",
-)
-
-
 TRAINING = ("feature_weight", "logit_weight", "noise", "detach")  # fields that say nothing about what is drafted
 
 
@@ -117,12 +110,11 @@ class Eagle1Drafter(RecurrentDrafter):
         num_attention_heads: int | None = None,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
-        init_layer: bool = False,
-        init_fc: bool = False,
+        init_fc: bool = True,
         seed: int = 0,
     ) -> Eagle1Drafter:
-        """init_layer: the layer from the target's last one (its input norm apart, which has no counterpart); init_fc:
-        fc passes the feature through. What is not initialised so is random from ``seed``."""
+        """init_fc: fc begins by passing the feature through, else random like the rest, from ``seed``. The layer does
+        not begin as the target's last one: without that one's input norm it starts far off and stays there."""
         config = Eagle1Config.like_target(
             frozen.config,
             intermediate_size=intermediate_size,
@@ -141,11 +133,6 @@ class Eagle1Drafter(RecurrentDrafter):
             if init_fc:
                 drafter.fc.weight.zero_()
                 drafter.fc.weight[:, config.hidden_size :] = torch.eye(config.hidden_size)
-            if init_layer:
-                own = dict(drafter.layer.named_parameters())
-                for name in COPIED:
-                    weight = own[f"{name}.weight"]
-                    weight.copy_(last_layer_weight(frozen.last_layer, name, weight.shape[0]))
         return drafter
 
     def take_over(self, options: Mapping[str, Any]) -> None:

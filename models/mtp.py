@@ -110,10 +110,10 @@ class MtpDrafter(Drafter):
         zero_first: bool | None = None,
         seed: int = 0,
     ) -> MtpDrafter:
-        """init: last_layer (the block is the target's last decoder layer, and the projection passes the feature
-        through) | random | carried (the MTP weights in the target's own folder). init_temper scales the final norm,
-        so that a fresh drafter isn't sure of itself. zero_first: the embedding at position 0 counts as zero (None: as
-        engines have it for the target's family). What is not initialised from the target is random from ``seed``."""
+        """init: last_layer | random | carried (the MTP weights in the target's own folder). init_temper scales the norm
+        that last_layer takes from the target, so that a fresh drafter isn't sure of itself. zero_first: the embedding
+        at position 0 counts as zero (None: as engines have it for the family). What is not initialised from the target
+        is random from ``seed``."""
         if zero_first is None:
             zero_first = default_layout(frozen.config.get("model_type", "")).zero_first
         config = MtpConfig(num_modules, frozen.config, zero_first)
@@ -128,10 +128,14 @@ class MtpDrafter(Drafter):
 
     @torch.no_grad()
     def _init_from(self, frozen: FrozenTarget, temper: float) -> None:
+        """The block is the target's last decoder layer, but writes nothing yet: so the head begins with the feature and
+        half as much of the embedding. On SmolLM2 (one run each) the mean alpha after 120 steps was .17, and .14 where
+        the block wrote from the start what it does in the target."""
         hidden = self.config.hidden_size
         for module in self.steps:
             module.block.init_from(frozen.last_layer, "drafter.init=last_layer")
-            module.proj.weight[:, :hidden].zero_()
+            module.block.pass_through()
+            module.proj.weight[:, :hidden] = 0.5 * torch.eye(hidden)
             module.proj.weight[:, hidden:] = torch.eye(hidden)
             if frozen.final_norm is not None:
                 module.norm.weight.copy_(frozen.final_norm * temper)

@@ -8,6 +8,7 @@ packed causal attention, the lineages of an unroll, or a cache of keys and value
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -23,6 +24,12 @@ from models.load_frozen import EXPERTS, PLUS_ONE_NORMS, is_norm
 
 ATTENTION = "eyas"
 SAME_AS = {"mimo": "qwen2"}  # families that transformers lacks, and whose decoder layers they use
+WRITES = re.compile(r"(?:.*\.)?(?:o_proj|out_proj|down_proj)(?:\.weight|\.bias)?")  # to the residual stream
+# Norms of what is written, in families that have them (Gemma, OLMo-2; GLM-4).
+POST_NORMS = (
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ("post_self_attn_layernorm", "post_mlp_layernorm"),
+)
 
 
 class Attend(Protocol):
@@ -141,6 +148,23 @@ class NativeLayer(nn.Module):
                 found = "missing" if weight is None else f"of shape {list(weight.shape)}, the block's {list(own.shape)}"
                 raise EyasError(f"{option}: {name} of the target's last layer is {found}")
             own.copy_(weight - self.offset if self.offset and is_norm(name) else weight)
+
+    @torch.no_grad()
+    def pass_through(self) -> None:
+        """Make the layer write nothing: its output is its input, until it has learned better.
+
+        The last matrices become zero; where a norm follows them its multiplier does, as the slope of a norm at zero is
+        enormous.
+        """
+        own = self.state_dict()
+        for names in POST_NORMS:
+            if names[1] + ".weight" in own:
+                for name in names:
+                    own[name + ".weight"].fill_(-self.offset)
+                return
+        for name, weight in own.items():
+            if WRITES.fullmatch(name):
+                weight.zero_()
 
 
 def family_config(config: Mapping[str, Any]) -> PretrainedConfig:

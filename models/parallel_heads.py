@@ -93,14 +93,16 @@ class ParallelHeadsDrafter(Drafter):
         init_temper: float = 0.3,
         seed: int = 0,
     ) -> ParallelHeadsDrafter:
-        """init: last_layer (every block is the target's last decoder layer) | random. init_temper scales the norms, so
-        that a fresh drafter isn't sure of itself. What is not initialised from the target is random from ``seed``."""
+        """init: last_layer (every block is the target's last decoder layer, but writes nothing yet) | random.
+        init_temper scales the norms, so that a fresh drafter isn't sure of itself. What is not initialised from the
+        target is random from ``seed``."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(ParallelConfig(num_heads, frozen.config), vocab)
         if init == "last_layer":
             for head in drafter.steps:
                 head.block.init_from(frozen.last_layer, "drafter.init=last_layer")
+                head.block.pass_through()
         if frozen.final_norm is not None:
             with torch.no_grad():
                 for head in drafter.steps:

@@ -20,15 +20,19 @@ def in_float64(drafter: Drafter, batch: Batch, frozen: FrozenTarget) -> tuple[Dr
     return copy.deepcopy(drafter).double(), wide, frozen.to("cpu", torch.float64)
 
 
+def target_logits(batch: Batch, frozen: FrozenTarget) -> Tensor:
+    """The target's logits at every position, [T, V] float64."""
+    bias = 0.0 if frozen.head_bias is None else frozen.head_bias.double()
+    logits = frozen.scale * (batch.final.double() @ frozen.head.double().T + bias)
+    return frozen.softcap * torch.tanh(logits / frozen.softcap) if frozen.softcap else logits
+
+
 def naive_loss(drafter: Drafter, batch: Batch, frozen: FrozenTarget, objective: Objective, depths: int) -> Tensor:
     """What ``Drafter.forward`` should give as loss_sum, differentiable; depth weights decay^k."""
     slots, ids = slots_of(batch, depths), drafter.vocab.ids
     states = drafter.unroll(batch, slots, frozen)
     head, total = drafter.head(frozen), torch.zeros((), dtype=torch.float64)
-    target = frozen.scale * (batch.final @ frozen.head.T + (0.0 if frozen.head_bias is None else frozen.head_bias))
-    if frozen.softcap:
-        target = frozen.softcap * torch.tanh(target / frozen.softcap)
-    probs = target.softmax(-1)[:, ids]
+    probs = target_logits(batch, frozen).softmax(-1)[:, ids]
     alphas: dict[int, list[Tensor]] = {}
     depth_of, slot_of = (t.tolist() for t in slots.rows())
     for state, k, s in zip(states, depth_of, slot_of, strict=True):

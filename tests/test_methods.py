@@ -29,8 +29,12 @@ DEPTHS, VOCAB = 5, 40
 each_method = pytest.mark.parametrize("name", METHODS)
 
 
-def method(name: str, draft_vocab: int = 17) -> tuple[Drafter, FrozenTarget]:
+def method(name: str, draft_vocab: int = 17, odd_head: bool = False) -> tuple[Drafter, FrozenTarget]:
+    """odd_head: the target's logits have a bias, a scale and a soft cap."""
     frozen = random_frozen()
+    if odd_head:
+        frozen.head_bias = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
+        frozen.scale, frozen.softcap = 0.5, 3.0
     return METHODS[name](frozen, random_vocab(VOCAB, draft_vocab)).eval(), frozen
 
 
@@ -111,12 +115,13 @@ def test_a_state_hangs_on_what_the_index_rule_lets_it_read(name: str) -> None:
 # --- drafting = training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("odd_head", [False, True])
 @each_method
 @torch.no_grad()
-def test_chains_draft_what_training_unrolls(name: str) -> None:
+def test_chains_draft_what_training_unrolls(name: str, odd_head: bool) -> None:
     """The logits of all slots of a batch at once = those of a session that confirms its documents in uneven portions
     and drafts, after each, the tokens that follow."""
-    drafter, frozen = method(name)
+    drafter, frozen = method(name, odd_head=odd_head)
     depths, lengths = depths_of(drafter, DEPTHS), [11, 26]
     batch = supervised_batch(frozen, lengths)
     slots = slots_of(batch, depths)

@@ -25,7 +25,7 @@ from models.target import Target
 from models.vocab import DraftVocab
 from tests.drafters import random_batch, random_frozen, random_vocab
 from tests.methods import METHODS, depths_of, fresh
-from tests.naive_loss import in_float64, naive_loss
+from tests.naive_loss import in_float64, naive_loss, target_logits
 from tests.resume_worker import STEPS, train_until_killed, trainer_of
 from tests.tiny import tiny_target
 from train.tracking import METRICS, read_metrics
@@ -48,8 +48,12 @@ def target_tensors(frozen: FrozenTarget) -> list[Tensor]:
 @each_method
 def test_loss_and_gradients_are_those_of_float64(name: str, objective: str) -> None:
     frozen = random_frozen(1)
+    if objective == "lk":  # a target whose logits have a bias, a scale and a soft cap
+        frozen.head_bias = torch.randn(40, generator=torch.Generator().manual_seed(5))
+        frozen.scale, frozen.softcap = 0.5, 3.0
     drafter = METHODS[name](frozen, random_vocab(40, 17)).eval()
     depths, batch = depths_of(drafter, 4), random_batch(frozen, [9, 1, 23], seed=5)
+    batch.lse.copy_(target_logits(batch, frozen).logsumexp(-1))
     exact, wide, exact_frozen = in_float64(drafter, batch, frozen)
     want = naive_loss(exact, wide, exact_frozen, OBJECTIVES[objective], depths)
     want.backward()
@@ -149,7 +153,7 @@ def processes() -> Iterator[ForkServerContext]:
 
 def kill_at(processes: ForkServerContext, name: str, run: Path, step: int) -> None:
     """SIGKILL as soon as the row of a step at or after ``step`` is written."""
-    process = processes.Process(target=train_until_killed, args=(name, run))
+    process = processes.Process(target=train_until_killed, args=(name, run), daemon=True)
     process.start()
     metrics = run / METRICS
     while process.is_alive() and not (metrics.exists() and any(r["step"] >= step for r in read_metrics(metrics))):

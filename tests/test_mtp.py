@@ -179,23 +179,26 @@ def test_a_row_hangs_on_its_slots_features_and_tokens_alone(modules: int) -> Non
             assert felt[1] == set(range(first + 1, p + 2 + k))
 
 
-def test_the_start_is_the_targets_last_layer_on_the_feature() -> None:
+def test_the_start_is_the_feature_and_half_the_embedding() -> None:
     frozen = random_frozen(**FAMILIES["llama"])
     donor = MtpDrafter.create(frozen, DraftVocab.full(40), (), init="random", seed=5)
     frozen.last_layer = {
         n.removeprefix("mtp.0.block."): w for n, w in donor.state_dict().items() if n.startswith("mtp.0.block.")
     }
-    drafter = MtpDrafter.create(frozen, DraftVocab.full(40), (), num_modules=2, init_temper=0.5)
-    feature = torch.randn(5, 64)
+    drafter = MtpDrafter.create(frozen, DraftVocab.full(40), (), num_modules=2, init_temper=0.5, zero_first=False)
+    batch = text(frozen, [9])
+    every = Slots(torch.arange(8), torch.ones(1, 8, dtype=torch.bool))
+    joined = F.rms_norm(batch.final[:8], (64,), None, 1e-5)
+    joined = joined + 0.5 * F.rms_norm(frozen.embedding[batch.input_ids[1:]], (64,), None, 1e-5)
+    assert frozen.final_norm is not None
+    want = F.rms_norm(joined, (64,), frozen.final_norm * 0.5, 1e-5)  # the block writes nothing yet
+    torch.testing.assert_close(drafter.unroll(batch, every, frozen), want, rtol=1e-4, atol=1e-4)
+    silent = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
     for module in drafter.steps:
-        joined = module.proj(torch.cat([module.enorm(torch.randn(5, 64)), module.hnorm(feature)], -1))
-        torch.testing.assert_close(joined, F.rms_norm(feature, (64,), None, 1e-5), rtol=1e-4, atol=1e-4)
-        assert frozen.final_norm is not None and torch.equal(module.norm.weight, frozen.final_norm * 0.5)
         for name, tensor in module.block.state_dict().items():
-            assert torch.equal(tensor, frozen.last_layer[name])
+            assert torch.equal(tensor, torch.zeros_like(tensor) if name in silent else frozen.last_layer[name])
     again = MtpDrafter.from_architecture(drafter.architecture(), drafter.vocab)
     again.load_state_dict(drafter.state_dict())
-    batch = text(frozen, [9])
     slots = slots_of(batch, 2)
     with torch.no_grad():
         assert torch.equal(again.unroll(batch, slots, frozen), drafter.unroll(batch, slots, frozen))

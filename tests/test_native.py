@@ -151,6 +151,19 @@ def test_the_last_layer_of_the_target_is_the_start() -> None:
         block.init_from(multipliers | {"self_attn.q_proj.weight": torch.zeros(3)}, "drafter.init=last_layer")
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "olmo2", "glm4"])
+def test_a_layer_that_passes_its_input_through_and_learns(family: str) -> None:
+    config = FAMILIES.get(family, FAMILIES["llama"] | {"model_type": family})
+    block = random_layer(config)
+    block.pass_through()
+    x = torch.randn(6, config["hidden_size"], generator=torch.Generator().manual_seed(0))
+    out = block(x, torch.arange(6), Causal(torch.tensor([0, 6])))
+    assert torch.equal(out, x)
+    out.square().sum().backward()
+    slopes = [p.grad.abs().max() for p in block.parameters() if p.grad is not None]
+    assert 0 < max(slopes) < 1000  # a norm of zeros would multiply them
+
+
 def test_experts_stay_random_where_the_last_layer_has_none() -> None:
     torch.manual_seed(0)
     block = NativeLayer(DEEPSEEK)

@@ -100,7 +100,9 @@ def test_the_start() -> None:
     drafter = ParallelHeadsDrafter.create(frozen, random_vocab(40, 17), (), num_heads=2, init_temper=0.5)
     for head in drafter.steps:
         assert frozen.final_norm is not None and torch.equal(head.norm.weight, frozen.final_norm * 0.5)
-        assert all(torch.equal(t, frozen.last_layer[name]) for name, t in head.block.state_dict().items())
+        for name, tensor in head.block.state_dict().items():
+            silent = name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # it writes nothing yet
+            assert torch.equal(tensor, torch.zeros_like(tensor) if silent else frozen.last_layer[name])
     again = ParallelHeadsDrafter.from_architecture(drafter.architecture(), drafter.vocab)
     again.load_state_dict(drafter.state_dict())
     batch = text(frozen, [9])
