@@ -198,9 +198,6 @@ class Eagle3Drafter(RecurrentDrafter):
     def head(self, frozen: FrozenTarget) -> DraftHead:
         return DraftHead(self.lm_head.weight)
 
-    def head_linear(self, frozen: FrozenTarget) -> nn.Linear:
-        return self.lm_head
-
     # --- drafting and serving ---
 
     def serving(self, frozen: FrozenTarget, layout: str | None = None) -> Serving:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.packed import packed_linear
+
 
 def cap_logits(logits: Tensor, scale: float = 1.0, softcap: float | None = None) -> Tensor:
     """Logit scale (Granite, Cohere) and tanh soft cap (Gemma-2) of the target's output."""
@@ -66,3 +68,17 @@ class DraftHead:
                 into[depth] += slopes.T @ part
             found.append(slopes @ weight[depth])
         return torch.cat(found)
+
+
+class SessionHead:
+    """A draft head to draft with: nothing is trained any more, so its weight is laid out for few rows at a time."""
+
+    def __init__(self, head: DraftHead, dtype: torch.dtype) -> None:
+        self.head = head
+        self.linears = [
+            packed_linear(weight.to(dtype)) for weight in (head.weight if head.per_depth else [head.weight])
+        ]
+
+    def __call__(self, states: Tensor, depth: int = 0) -> Tensor:
+        """Logits [n, Vd] of states [n, H] of one depth."""
+        return self.head.finish(self.linears[depth if self.head.per_depth else 0](states))

@@ -7,7 +7,7 @@ layer of its own or the target's. It reads no drafted token, so all nodes of one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,7 +18,7 @@ from models.batch import Batch, Slots
 from models.drafter import Drafter, Serving
 from models.errors import EyasError
 from models.frozen import FrozenTarget
-from models.heads import DraftHead
+from models.heads import DraftHead, SessionHead
 from models.medusa_serving import medusa_serving, read_medusa
 from models.vocab import DraftVocab
 from models.weight_files import fill_module
@@ -165,9 +165,9 @@ class MedusaSession:
     """Incremental drafting (see models/drafter.py): all it keeps of a sequence is the state of its last position."""
 
     def __init__(self, drafter: MedusaDrafter, frozen: FrozenTarget, slots: int = 1) -> None:
-        head = drafter.head(frozen)
-        self.drafter, self.draft_head = drafter, replace(head, weight=head.weight.detach().to(drafter.dtype))
-        self.states = self.draft_head.weight.new_zeros(slots, drafter.config.hidden_size)
+        self.drafter, self.head = drafter, SessionHead(drafter.head(frozen), drafter.dtype)
+        like = next(drafter.blocks.parameters())
+        self.states = like.new_zeros(slots, drafter.config.hidden_size)
 
     def reset(self, slot: int, first_token: int) -> None:
         self.states[slot] = 0.0
@@ -195,6 +195,4 @@ class MedusaSession:
 
     def _logits(self, slots: list[int], depth: int) -> Tensor:
         """Logits [len(slots), Vd] of head ``depth``."""
-        states = self.drafter.blocks[depth](self.states[slots])
-        counts = [0] * depth + [len(slots)]
-        return self.draft_head.logits(states, counts)
+        return self.head(self.drafter.blocks[depth](self.states[slots]), depth)

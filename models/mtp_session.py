@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from models.draft_session import LayerSession, Rows
-from models.drafter import Drafter
 from models.frozen import FrozenTarget
-from models.heads import DraftHead
+from models.heads import SessionHead
 from models.native import Attend
 
 if TYPE_CHECKING:
@@ -29,12 +27,6 @@ def cached(rows: Rows, layer: int = 0, skip: int = 0) -> Attend:
     return attend
 
 
-def session_head(drafter: Drafter, frozen: FrozenTarget) -> DraftHead:
-    """The drafter's head in the dtype to draft in, cast once."""
-    head = drafter.head(frozen)
-    return replace(head, weight=head.weight.detach().to(drafter.dtype))
-
-
 class RecursiveSession(LayerSession):
     """One module, whose own state is the feature of the next depth."""
 
@@ -42,7 +34,7 @@ class RecursiveSession(LayerSession):
         module = drafter.steps[0]
         heads, width = module.block.kv_shape()
         super().__init__(module.proj.weight, slots, drafter.config.hidden_size, heads, width)
-        self.drafter, self.frozen, self.head = drafter, frozen, session_head(drafter, frozen)
+        self.drafter, self.frozen, self.head = drafter, frozen, SessionHead(drafter.head(frozen), drafter.dtype)
 
     def feature(self, taps: Tensor, final: Tensor) -> Tensor:
         return final.to(self.drafter.dtype)
@@ -56,7 +48,7 @@ class RecursiveSession(LayerSession):
         return states[rows.asked]
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.head.logits(states, [states.shape[0]])
+        return self.head(states)
 
 
 class SequentialSession(LayerSession):
@@ -74,7 +66,7 @@ class SequentialSession(LayerSession):
         modules, self.hidden = drafter.steps, drafter.config.hidden_size
         heads, width = modules[0].block.kv_shape()
         super().__init__(modules[0].proj.weight, slots, len(modules) * self.hidden, heads, width, len(modules))
-        self.drafter, self.frozen, self.head = drafter, frozen, session_head(drafter, frozen)
+        self.drafter, self.frozen, self.head = drafter, frozen, SessionHead(drafter.head(frozen), drafter.dtype)
         self.depth = 0  # of the tokens of the call at hand
 
     def extend(
@@ -114,4 +106,4 @@ class SequentialSession(LayerSession):
         return states.roll(1, 0).index_copy(0, first, kept.to(states.dtype))
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.head.logits(states[:, self.depth * self.hidden :][:, : self.hidden], [states.shape[0]])
+        return self.head(states[:, self.depth * self.hidden :][:, : self.hidden])

@@ -19,9 +19,9 @@ from models.draft_session import LayerSession, Rows
 from models.drafter import Drafter, Serving
 from models.errors import EyasError
 from models.frozen import FrozenTarget
-from models.heads import DraftHead
+from models.heads import DraftHead, SessionHead
 from models.layers import RMSNorm
-from models.mtp_session import cached, session_head
+from models.mtp_session import cached
 from models.native import Attend, Causal, NativeLayer
 from models.vocab import DraftVocab
 
@@ -163,7 +163,7 @@ class ParallelSession(LayerSession):
         self.hidden, first = drafter.config.hidden_size, drafter.steps[0]
         (heads, width), depths = first.block.kv_shape(), drafter.max_depth
         super().__init__(first.norm.weight, slots, depths * self.hidden, heads, width, depths)
-        self.drafter, self.draft_head = drafter, session_head(drafter, frozen)
+        self.drafter, self.draft_head = drafter, SessionHead(drafter.head(frozen), drafter.dtype)
 
     def feature(self, taps: Tensor, final: Tensor) -> Tensor:
         return final.to(self.drafter.dtype)
@@ -181,4 +181,4 @@ class ParallelSession(LayerSession):
         return self.logits(self.states[list(slots), 0], depth)
 
     def logits(self, states: Tensor, depth: int = 0) -> Tensor:
-        return self.draft_head.logits(states[:, depth * self.hidden : (depth + 1) * self.hidden], [states.shape[0]])
+        return self.draft_head(states[:, depth * self.hidden : (depth + 1) * self.hidden])

@@ -23,8 +23,8 @@ from models.draft_session import LayerSession, Rows
 from models.drafter import Drafter
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.heads import SessionHead
 from models.layers import MLP, Attention, RMSNorm
-from models.packed import packed_linear
 from models.rope import apply_rope, rope_parameters
 
 
@@ -156,10 +156,6 @@ class RecurrentDrafter(Drafter):
     def next_feature(self, state: Tensor) -> Tensor:
         """What the next depth reads of the layer's output [n, H] as its feature."""
 
-    def head_linear(self, frozen: FrozenTarget) -> nn.Linear:
-        """The weight of :meth:`head` as the layer that sessions multiply by."""
-        return packed_linear(self.head(frozen).weight.to(self.dtype))
-
     # --- one step of the layer ---
 
     def rope(self, heads: Tensor, positions: Tensor) -> Tensor:
@@ -230,7 +226,7 @@ class RecurrentSession(LayerSession):
         config, like = drafter.config, drafter.layer.self_attn.o_proj.weight
         super().__init__(like, slots, config.hidden_size, config.num_key_value_heads, config.head_dim)
         self.drafter, self.frozen = drafter, frozen
-        self.head, self.linear = drafter.head(frozen), drafter.head_linear(frozen)
+        self.head = SessionHead(drafter.head(frozen), drafter.dtype)
 
     def feature(self, taps: Tensor, final: Tensor) -> Tensor:
         return self.drafter.feature(taps, final)
@@ -248,4 +244,4 @@ class RecurrentSession(LayerSession):
         return layer.finish(residual[asked], rows.attend(query))
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.head.finish(self.linear(self.drafter.scored(states)))
+        return self.head(self.drafter.scored(states))
