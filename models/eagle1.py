@@ -113,8 +113,9 @@ class Eagle1Drafter(RecurrentDrafter):
         init_fc: bool = True,
         seed: int = 0,
     ) -> Eagle1Drafter:
-        """init_fc: fc begins by passing the feature through, else random like the rest, from ``seed``. The layer does
-        not begin as the target's last one: without that one's input norm it starts far off and stays there."""
+        """init_fc: the drafter begins by passing the feature through, as what the layer adds is zero; otherwise all is
+        random, from ``seed``. It does not begin with the target's last layer: without that one's input norm it starts
+        far off and stays there."""
         config = Eagle1Config.like_target(
             frozen.config,
             intermediate_size=intermediate_size,
@@ -133,6 +134,8 @@ class Eagle1Drafter(RecurrentDrafter):
             if init_fc:
                 drafter.fc.weight.zero_()
                 drafter.fc.weight[:, config.hidden_size :] = torch.eye(config.hidden_size)
+                drafter.layer.self_attn.o_proj.weight.zero_()
+                drafter.layer.mlp.down_proj.weight.zero_()
         return drafter
 
     def take_over(self, options: Mapping[str, Any]) -> None:

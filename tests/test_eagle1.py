@@ -311,6 +311,9 @@ def test_initialisation() -> None:
     assert drafter.tap_ids == ()  # whatever the store holds
     feature = torch.randn(5, 32)
     assert torch.equal(drafter.inputs(torch.randn(5, 32), feature)[0], feature)
+    batch = random_batch(random_frozen(), [9], supervised=torch.ones(9, dtype=torch.bool))
+    first = slots_of(batch, 1)
+    assert torch.equal(drafter.eval().unroll(batch, first, random_frozen()), batch.final[first.index])
     one, two, other = (Eagle1Drafter.create(random_frozen(), FULL, TAPS, seed=s, init_fc=False) for s in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.fc.weight, other.fc.weight) and bool(one.fc.weight[:, :32].any())
