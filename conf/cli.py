@@ -37,6 +37,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 USER_MISTAKE = 2
 COMPARED = "compared"  # name of a measurement of several drafters, or of one that is no run
 INTERRUPTED = 130
+ONE_PROCESS = "--multirun: a sweep runs in one process; start its runs one by one for several"
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def prepare(composed: DictConfig, job: str) -> Config:
         if job not in ("train", "eval"):
             raise EyasError(f"{job}: runs in one process; only train and eval run in several")
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise EyasError("--multirun: a sweep runs in one process; start its runs one by one for several")
+            raise EyasError(ONE_PROCESS)
     cfg, notes = resolve(composed, job, list(HydraConfig.get().overrides.task))
     if process_rank():
         logging.getLogger().setLevel(logging.WARNING)  # every process writes to the same log: one tells the story

@@ -140,6 +140,16 @@ ADAPTERS = ("rank", "alpha", "dropout")
 JOINT = ("weight", "schedule", "warmup", "lr", *ADAPTERS, "distill")
 OVERLAP_ONLY = ("tv", "expected_length")  # losses that see nothing but the overlap of draft and target
 SERVERS = ("model", "concurrency", "retries", "timeout", "api_key_env")
+STORED = ("dir", "shard_mib")  # of a store on disk
+STORE = (*STORED, "dtype", "batch_tokens")
+LIVE = "a target that is trained along (joint.backbone) runs in the training loop"
+BY_VALIDATION = ("tau", "tau_prompts", "patience")
+
+
+def holds_nothing_out(cfg: Config) -> bool:
+    return cfg.data.valid_path is None and cfg.data.valid_fraction == 0
+
+
 UNUSED: tuple[Conflict, ...] = (
     ("optim.muon_lr", lambda c: c.optim.name != "muon", "optim.name is not muon"),
     ("optim.decay", lambda c: c.optim.schedule != "wsd", "optim.schedule is not wsd"),
@@ -164,7 +174,10 @@ UNUSED: tuple[Conflict, ...] = (
     ("train.tau_prompts", lambda c: c.train.tau != "measured", "train.tau is not measured"),
     *((f"joint.{key}", lambda c: c.joint.backbone == "none", "joint.backbone is none") for key in JOINT),
     *((f"joint.{key}", lambda c: c.joint.backbone == "full", "joint.backbone is not lora") for key in ADAPTERS),
-    ("store.dir", lambda c: c.features == "online", "features is online"),
+    ("features", lambda c: c.joint.backbone != "none", LIVE),
+    *((f"store.{key}", lambda c: c.joint.backbone != "none", LIVE) for key in STORE),
+    *((f"store.{key}", lambda c: c.features == "online", "features is online") for key in STORED),
+    *((f"train.{key}", holds_nothing_out, "nothing is held out (data.valid_fraction=0)") for key in BY_VALIDATION),
     ("regenerate.batch_size", lambda c: c.regenerate.server is not None, "a server batches itself"),
     *((f"regenerate.{key}", lambda c: c.regenerate.server is None, "regenerate.server is not set") for key in SERVERS),
     ("regenerate.top_p", lambda c: c.regenerate.temperature == 0, "regenerate.temperature is 0 (greedy)"),

@@ -129,7 +129,8 @@ def check_drafters(cfg: Config, job: str) -> None:
 def check_outputs(cfg: Config, job: str) -> None:
     """What is written after hours of work must be writable from the start; finished features may be read-only."""
     written = ["output_dir"]
-    written += ["store.dir"] if job == "data" or (job == "train" and cfg.features == "store") else []
+    stores = cfg.features == "store" and cfg.joint.backbone == "none"
+    written += ["store.dir"] if job in ("train", "data") and stores else []
     written += ["data.cache_dir"] if job in ("train", "data", *MEASURING) and cfg.data.path is not None else []
     written += ["export.dir"] if job in ("train", "export") else []
     for key in written:

@@ -33,8 +33,8 @@ def main(cfg: Config) -> None:
         open_target(target), target=target, data=data, store=store, prompts=cfg.verify.prompts, rejects_dir=rejects_dir
     )
     report(inputs, run_dir, cfg.preview, cfg.drafter.get("draft_vocab_size"), cfg.verify.gamma)
-    if cfg.features == "online":
-        log.info("features=online: nothing is dumped")
+    if cfg.features == "online" or cfg.joint.backbone != "none":
+        log.info("nothing is dumped: the target runs in the training loop (features=online or joint.backbone)")
         return
 
     @cache

@@ -21,7 +21,8 @@ from models.errors import EyasError
 from models.load_frozen import config_eos_ids, fingerprint, read_config
 from models.pypi import resolve
 from models.quantize import computed_in
-from models.target import Target, check_taps, default_taps, load_tokenizer, special_ids
+from models.taps import check_taps, default_taps
+from models.target import Target, load_tokenizer, special_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from models.packed import pack_linears
 from models.portable import open_drafter
 from models.run_folder import CONFIG, beside_run, best_checkpoint
 from models.target import Target
+from models.tuned import WHOLE, is_tuned_by, tuned
 from models.vocab import DraftVocab
 
 CLASSIC = ("medusa", "eagle1")
@@ -43,7 +43,8 @@ class Candidate:
     """One way to draft. name: unique in the report; path: where it comes from, None for n-grams.
 
     drafter: a trained one, with the frozen target tensors it reads; model: an independent one; n-grams: neither.
-    tuned: what is known of a target that was trained along with the drafter (target.json), None for a frozen one.
+    tuned: what is known of a target that was trained along with the drafter (models/tuned.py), None where the drafter
+    goes with the target as configured.
     shape: its draft tree, trimmed to what it can draft; n-grams always draft chains.
     """
 
@@ -101,7 +102,8 @@ class Candidate:
         tree = "chain" if self.is_chain else "dynamic" if isinstance(self.shape, DynamicTree) else "static"
         sizes = {"levels": self.shape.levels, "nodes": self.shape.nodes}
         changed = None if self.tuned is None else {key: self.tuned.get(key) for key in ("kind", "perplexity")}
-        return {"name": self.name, "kind": self.kind, "path": self.path, "tree": tree, **sizes, "target": changed}
+        known = {"draft_vocab": len(self.drafts) if self.drafter else None, "target": changed}
+        return {"name": self.name, "kind": self.kind, "path": self.path, "tree": tree, **sizes, **known}
 
     @property
     def is_chain(self) -> bool:
@@ -175,16 +177,15 @@ def drafter_name(path: str | None) -> str:
     return parts[-1] if parts else path
 
 
-def told_apart(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The same with a number behind every name that an earlier one has, or any one by itself."""
-    found: list[Candidate] = []
-    taken = Counter(one.name for one in candidates)
-    for one in candidates:
-        name, number = one.name, 1
-        while any(name == other.name for other in found) or (number > 1 and taken[name]):
+def told_apart(names: Sequence[str]) -> list[str]:
+    """The same with a number behind every name that is there before, or that another one has by itself."""
+    found: list[str] = []
+    for one in names:
+        name, number = one, 1
+        while name in found or (number > 1 and name in names):
             number += 1
-            name = f"{one.name} ({number})"
-        found.append(replace(one, name=name))
+            name = f"{one} ({number})"
+        found.append(name)
     return found
 
 
@@ -218,7 +219,11 @@ def load_drafter(source: Path, config: PretrainedConfig, target: str, device: st
 
 
 def warn_of_target(source: Path, target: str) -> None:
-    """Say so if the run that a checkpoint or export lies in named another target: sizes alone don't tell."""
+    """Say so if the run that a checkpoint or export lies in named another target: sizes alone don't tell. Not of what
+    goes with a tuned target that is at hand."""
+    changed = tuned(source)
+    if changed and (changed["kind"] == WHOLE or is_tuned_by(Path(target), source)):
+        return
     config = beside_run(source, CONFIG)
     try:
         trained_for = yaml.safe_load(config.read_text(encoding="utf-8"))["target"]["path"] if config else target

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +18,12 @@ from data.documents.corpus import Corpus, read_corpus, read_documents
 from data.documents.held_out import check_training_data
 from data.look.report import compare_prompts
 from data.masks.template import ChatTemplate
-from data.prepare import TargetFiles
+from data.prepare import TargetFiles, chat_template
 from eval.candidates import (
     Candidate,
     context_length,
     drafter_folder,
+    drafter_name,
     independent,
     load_drafter,
     load_model,
@@ -40,7 +42,7 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.load_frozen import read_config
 from models.target import Target
-from models.tuned import apply_tuned, tuned
+from models.tuned import check_tuned, is_tuned_by, load_tuned, tuned
 
 
 def check_settings(verify: VerifyConfig) -> None:
@@ -49,76 +51,125 @@ def check_settings(verify: VerifyConfig) -> None:
     Rule(verify.rule, verify.typical_eps, verify.typical_delta)
 
 
-class Loaded(NamedTuple):
-    """benches: one for each target, the original one first; a drafter trained together with its target brings the tuned
-    target along. prompts and about are common to all (``about`` joins the settings of a report)."""
+class Asked(NamedTuple):
+    """One of the drafters to measure. name: its own in the report; drafter: a trained one; tuned: what is known of the
+    target that was trained along with it, None if it goes with the target as configured."""
 
-    benches: list[Bench]
+    name: str
+    source: str
+    drafter: Drafter | None
+    tuned: Mapping[str, Any] | None
+
+    @property
+    def target(self) -> str | None:
+        """Where the target comes from: the drafter's own folder, None for the one that is configured."""
+        return self.source if self.tuned else None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a configuration asks for, targets and draft models yet unread.
+
+    asked: in the order of ``drafter_path``; folder: of the target; prompts and about are common to all (``about`` joins
+    the settings of a report).
+    """
+
+    cfg: Config
+    folder: Path
+    device: str
+    asked: list[Asked]
     prompts: list[Prompt]
     about: dict[str, Any]
+    processes: Processes
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.asked]
+
+    @property
+    def targets(self) -> list[str | None]:
+        """The configured target first, if any drafter goes with it."""
+        return sorted(dict.fromkeys(one.target for one in self.asked), key=lambda target: target is not None)
+
+    def benches(self) -> Iterator[Bench]:
+        """One for each target, loaded when it is asked for; whoever asks for the next should have dropped the last."""
+        for target in self.targets:
+            yield self._bench(target)
+            gc.collect()  # models refer to themselves
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _bench(self, source: str | None) -> Bench:
+        cfg, asked = self.cfg, [one for one in self.asked if one.target == source]
+        taps = {tap for one in asked if one.drafter is not None for tap in one.drafter.tap_ids}
+        how = self._how | {"quantize": cfg.target.quantize, "chat_template": cfg.target.chat_template}
+        how |= {"taps": sorted(taps) or None}
+        if source is None:
+            target = Target.load(str(self.folder), **how)
+        else:
+            target = load_tuned(self.folder, Path(source), **how)
+        candidates = [self._candidate(one, target) for one in asked]
+        return Bench(target, candidates, cfg.verify, cfg.seed, self.processes)
+
+    def _candidate(self, one: Asked, target: Target) -> Candidate:
+        verify = self.cfg.verify
+        if one.drafter is not None:
+            found = trained(one.drafter, target.frozen(), verify, one.source)
+        elif one.source == NGRAM:
+            found = ngrams(verify)
+        else:
+            found = independent(load_model(one.source, **self._how), target, verify, one.source)
+        return replace(found, name=one.name, tuned=one.tuned)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        """Arguments of Target.load for any model."""
+        target = self.cfg.target
+        return {"dtype": target.dtype, "device": self.device, "trust_remote_code": target.trust_remote_code}
 
 
 def load(cfg: Config, processes: Processes | None = None) -> Loaded:
-    """The models and prompts that a configuration asks for, and what the report says about them."""
+    """The drafters and prompts that a configuration asks for, checked before any target's weights are read."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     t = cfg.target
     check_settings(cfg.verify)
     device = pick_device(cfg.device)
-    how: dict[str, Any] = {"trust_remote_code": t.trust_remote_code, "chat_template": t.chat_template}
-    files = TargetFiles.open(t.path, revision=t.revision, **how)
+    files = TargetFiles.open(
+        t.path, revision=t.revision, trust_remote_code=t.trust_remote_code, chat_template=t.chat_template
+    )
     config = read_config(files.folder, t.trust_remote_code).get_text_config(decoder=True)
-    loaded = load_drafters(cfg, config, device)
+    drafters = load_drafters(cfg, config, device)
+    asked = name_drafters(drafters, files.folder)
     template = prompt_template(files, asdict(t), asdict(cfg.data))
-    for source, drafter in loaded.items():
+    for source, drafter in drafters.items():
         if drafter is not None and isinstance(template, ChatTemplate):
             compare_prompts(template, Path(source))
-    prompts, origin = find_prompts(cfg, template, context_length(config))  # before the weights: a mistake shows at once
-    taps = sorted({tap for drafter in loaded.values() if drafter is not None for tap in drafter.tap_ids})
-    how |= {"dtype": t.dtype, "taps": taps or None, "device": device, "quantize": t.quantize}
-    targets: dict[str | None, Target] = {}
-
-    def target_of(source: str | None) -> Target:
-        """The target, or the one that was tuned along with the drafter of ``source``."""
-        if source not in targets:
-            targets[source] = Target.load(str(files.folder), **how)
-            if source is not None:
-                apply_tuned(targets[source], Path(source))
-        return targets[source]
-
-    def candidate(source: str, drafter: Drafter | None) -> tuple[str | None, Candidate]:
-        if drafter is not None:
-            changed = tuned(Path(source))
-            own = source if changed else None
-            return own, replace(trained(drafter, target_of(own).frozen(), cfg.verify, source), tuned=changed)
-        if source == NGRAM:
-            return None, ngrams(cfg.verify)
-        model = load_model(source, dtype=t.dtype, device=device, trust_remote_code=t.trust_remote_code)
-        return None, independent(model, target_of(None), cfg.verify, source)
-
-    found = [candidate(source, drafter) for source, drafter in loaded.items()]
-    named = list(zip([own for own, _ in found], told_apart([one for _, one in found]), strict=True))
-    order = sorted({own for own, _ in named}, key=lambda own: (own is not None, own))
+    prompts, origin = find_prompts(cfg, template, context_length(config))
     about = {"target": t.path, "prompt_source": origin, "template": describe(template)}
-    benches = [
-        Bench(
-            target_of(source),
-            [one for own, one in named if own == source],
-            cfg.verify,
-            cfg.seed,
-            processes or Processes(),
-        )
-        for source in order
-    ]
-    return Loaded(benches, prompts, about)
+    return Loaded(cfg, files.folder, device, asked, prompts, about, processes or Processes())
+
+
+def name_drafters(drafters: Mapping[str, Drafter | None], target: Path) -> list[Asked]:
+    """Each with a name of its own and what is known of its target. Raises EyasError if a tuned one is missing."""
+    names = told_apart([source if source == NGRAM else drafter_name(source) for source in drafters])
+    found = []
+    for name, (source, drafter) in zip(names, drafters.items(), strict=True):
+        known = tuned(Path(source)) if drafter is not None else None
+        if known is not None and is_tuned_by(target, Path(source)):
+            known = None  # target.path is that very model
+        if known is not None:
+            check_tuned(Path(source))
+        found.append(Asked(name, source, drafter, known))
+    return found
 
 
 def load_bench(cfg: Config) -> tuple[Bench, list[Prompt]]:
     """For what works on one target at a time."""
-    benches, prompts, _ = load(cfg)
-    if len(benches) > 1:
+    loaded = load(cfg)
+    if len(loaded.targets) > 1:
         raise EyasError(f"drafter_path={cfg.drafter_path}: these draft for several targets; name those of one")
-    return benches[0], prompts
+    return next(loaded.benches()), loaded.prompts
 
 
 def load_drafters(cfg: Config, config: PretrainedConfig, device: str) -> dict[str, Drafter | None]:
@@ -153,33 +204,46 @@ def find_prompts(cfg: Config, template: ChatTemplate | PlainText, context: int |
             f"verify.prompts: target.path={cfg.target.path} has no chat template, which held-out conversations need; "
             "give a file of prompts, or target.chat_template=FILE"
         )
-    if data["valid_path"] is not None:  # the training data need not be read
-        valid = read_documents(template, data, "data.valid_path").documents
-        corpus = Corpus(valid[:0], valid, [], {})
-    else:
-        corpus = read_corpus(template, data)
-    found = usable(map(Prompt, corpus.prompts()), limit=wanted, context=context)
+    found = held_out(data, template, wanted, context)
     if not found:
         raise EyasError("verify.prompts: no held-out conversation gives a prompt; name a file of prompts")
     return found, "held-out conversations"
 
 
+def held_out(data: dict[str, Any], template: ChatTemplate, wanted: int, context: int | None) -> list[Prompt]:
+    """Prompts of the conversations that training holds out, as the ``data`` section has it."""
+    if data["valid_path"] is not None:  # the training data need not be read
+        valid = read_documents(template, data, "data.valid_path").documents
+        corpus = Corpus(valid[:0], valid, [], {})
+    else:
+        corpus = read_corpus(template, data)
+    return usable(map(Prompt, corpus.prompts()), limit=wanted, context=context)
+
+
 class GreedyTau:
-    """Greedy tau of a chain of ``verify.gamma``, by the verifier, of a drafter that is still in training."""
+    """Greedy tau of a chain of ``verify.gamma``, by the verifier, of a drafter that is still in training.
+
+    On held-out conversations, whatever ``verify.prompts`` says: on its prompts a checkpoint is measured that was chosen
+    without them.
+    """
 
     def __init__(self, cfg: Config, target: Target) -> None:
-        once: Mapping[str, Any] = {"temperatures": [0.0], "tree": "chain", "tune": False, "batch_sizes": [1]}
-        prompts = cfg.train.tau_prompts
-        verify = replace(cfg.verify, **once, baseline=False, costs=False, adaptive=False, max_prompts=prompts)
+        once: dict[str, Any] = {"temperatures": [0.0], "tree": "chain", "tune": False, "batch_sizes": [1]}
+        once |= {"baseline": False, "costs": False, "adaptive": False, "off_above": None}
+        wanted = cfg.train.tau_prompts
+        self.verify = replace(cfg.verify, **once, max_prompts=wanted)
         files = TargetFiles.open(
             str(target.folder), trust_remote_code=cfg.target.trust_remote_code, chat_template=cfg.target.chat_template
         )
-        template = prompt_template(files, asdict(cfg.target), asdict(cfg.data))
-        self.prompts, _ = find_prompts(replace(cfg, verify=verify), template, context_length(target.config))
-        self.target, self.verify, self.seed = target, verify, cfg.seed
+        data = asdict(cfg.data)
+        template = chat_template(files, asdict(cfg.target), data)
+        self.prompts = held_out(data, template, wanted, context_length(target.config))
+        if not self.prompts:
+            raise EyasError("train.tau=measured: no held-out conversation gives a prompt to measure on")
+        self.target, self.seed = target, cfg.seed
 
     def __call__(self, drafter: Drafter, frozen: FrozenTarget) -> float:
         """``drafter`` is used up: give a copy."""
         bench = Bench(self.target, [trained(drafter, frozen, self.verify)], self.verify, self.seed)
-        report, _, _ = measure(bench, self.prompts, quiet=True)
+        report = measure(bench, self.prompts, quiet=True).report
         return float(report["runs"][0]["acceptance"]["tau"])

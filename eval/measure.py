@@ -10,7 +10,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +21,10 @@ from eval.candidates import Candidate, context_length
 from eval.costs.cost import theory
 from eval.decode import PLAIN, Answer, Decoded, decode_all
 from eval.drafts.proposers import PlainProposer, Proposer
-from eval.numbers.intervals import Sums, difference, quotient, tau_sums
+from eval.look.table import VERSION
+from eval.numbers.intervals import Sums, quotient, tau_sums
 from eval.numbers.metrics import DEFINITION, Round, acceptance, by_category, by_position, counted, ratio, uncut
+from eval.numbers.pairs import PerPrompt, compare
 from eval.numbers.simulated import Text, can_simulate, measured_alike, simulate
 from eval.numbers.timing import compare_costs, speed
 from eval.processes import Processes
@@ -34,8 +35,6 @@ from eval.verify.speculate import Decoder, Limits, output_text
 from models.blocks import Block
 from models.errors import EyasError
 from models.target import Target
-
-VERSION = 2
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +70,13 @@ class Bench:
 
 
 class Measurement(NamedTuple):
-    """report: what report.json holds; rows: of generations.jsonl; texts: what was written, by candidate and
-    temperature."""
+    """report: what report.json holds; rows: of generations.jsonl. By candidate and temperature: the texts that were
+    written, and the sums by which it is compared with others on the same prompts."""
 
     report: dict[str, Any]
     rows: list[dict[str, Any]]
     texts: dict[tuple[str, float], list[Text]]
+    sums: dict[tuple[str, float], PerPrompt]
 
 
 def measure(
@@ -94,8 +94,9 @@ def measure(
     most = max(bench.verify.batch_sizes)
     if most > len(prompts):
         log.warning("verify.batch_sizes: %d at a time need as many prompts, there are %d", most, len(prompts))
-    runs, rows, comparisons = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    runs, rows = list[dict[str, Any]](), list[dict[str, Any]]()
     texts: dict[tuple[str, float], list[Text]] = {}
+    sums: dict[tuple[str, float], PerPrompt] = {}
     first = bench.verify.batch_sizes[0]
     how: dict[str, Any] = {"seed": bench.seed, "processes": bench.processes}
     how["quiet"] = quiet or bench.processes.rank > 0
@@ -108,20 +109,20 @@ def measure(
         for candidate in bench.candidates:
             of_candidate = {size: (ways[candidate.name], ways.get(PLAIN)) for size, ways in found.items()}
             runs.append(Measured(bench, candidate, decoder, prompts, of_candidate).run())
-            answers = of_candidate[first][0].answers
-            rows += [row(decoder, candidate.name, prompts, answer) for answer in answers]
-            texts[candidate.name, temperature] = [Text(a.prompt, a.out.tokens) for a in answers]
-        comparisons += compare(bench, temperature, found[first], len(prompts))
+            drafted, key = of_candidate[first][0], (candidate.name, temperature)
+            rows += [row(decoder, candidate.name, prompts, answer) for answer in drafted.answers]
+            texts[key] = [Text(a.prompt, a.out.tokens) for a in drafted.answers]
+            sums[key] = per_prompt(drafted, len(prompts), alone=first == 1)
     report = {
         "version": VERSION,
         "definition": DEFINITION,
         "settings": settings(bench, prompts, about or {}),
         "drafters": [candidate.about() for candidate in bench.candidates],
         "runs": runs,
-        "comparisons": comparisons,
+        "comparisons": compare(sums, seed=bench.seed),
         "cost_model": None,
     }
-    return Measurement(report, rows, texts)
+    return Measurement(report, rows, texts, sums)
 
 
 @dataclass
@@ -225,31 +226,10 @@ def speed_sums(decoded: Decoded, prompts: int) -> Sums:
     return Sums.of(tokens, seconds)
 
 
-def compare(bench: Bench, temperature: float, ways: Mapping[str, Decoded], prompts: int) -> list[dict[str, Any]]:
-    """Every pair of candidates on the same prompts: the entries of ``comparisons``."""
-    found = []
-    for a, b in combinations([candidate.name for candidate in bench.candidates], 2):
-        sums = [
-            tau_sums(ways[name].of_prompts(counted([answer.out.rounds for answer in ways[name].answers]), prompts))
-            for name in (a, b)
-        ]
-        tau = difference(*sums, seed=bench.seed)
-        alone = bench.verify.batch_sizes[0] == 1
-        faster = (
-            quotient(speed_sums(ways[a], prompts), speed_sums(ways[b], prompts), seed=bench.seed) if alone else None
-        )
-        found.append(
-            {
-                "a": a,
-                "b": b,
-                "temperature": temperature,
-                "tau_difference": tau.value,
-                "interval": tau.interval,
-                "speed_ratio": faster.value if faster else None,
-                "speed_interval": faster.interval if faster else None,
-            }
-        )
-    return found
+def per_prompt(decoded: Decoded, prompts: int, *, alone: bool) -> PerPrompt:
+    """alone: one sequence was decoded at a time, so that seconds belong to a prompt."""
+    accepted = decoded.of_prompts(counted([answer.out.rounds for answer in decoded.answers]), prompts)
+    return PerPrompt(tau_sums(accepted), speed_sums(decoded, prompts) if alone else None)
 
 
 def compare_outputs(target: Target, drafted: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+THINNING = 0x7E57  # draws of its own: a method's noise comes from the same seed
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -81,7 +83,8 @@ class Slots:
         """Keep a slot at depth k with probability keep^k, nested in k; pure in ``seed`` and device-independent."""
         if keep >= 1.0:
             return self
-        draw = torch.rand(len(self), generator=torch.Generator().manual_seed(seed)).to(self.index.device)
+        generator = torch.Generator().manual_seed(seed ^ THINNING)
+        draw = torch.rand(len(self), generator=generator).to(self.index.device)
         power = torch.arange(self.depths, device=self.index.device)
         return Slots(self.index, self.valid & (draw[None] < keep ** power[:, None]))
 

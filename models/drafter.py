@@ -1,15 +1,16 @@
 """The contract every drafter method fulfils: what trainer, verifier and exporter may call.
 
-A method is one file in models/ (a subclass of :class:`Drafter`) and one YAML in conf/drafter/. Nothing
-outside models/ ever names a method.
+A method is one file in models/ (a subclass of :class:`Drafter`) and one YAML in conf/drafter/. Trainer and verifier
+never name a method; what engines make of each is told in scripts/ (engines/, starting.py), by its name.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.heads import DraftHead
 from models.objective import Objective, Score
+from models.recognise import title_of
 from models.vocab import DraftVocab
+from models.weight_files import fill_module
 
 
 class DraftSession(Protocol):
@@ -91,6 +94,10 @@ class Drafter(nn.Module, ABC):
 
     layouts: ClassVar[tuple[str, ...]] = ()  # the serving layouts it can be written in, the default first
     recursive: ClassVar[bool] = False  # repeats what one depth was trained for (EAGLE-1): it may draft deeper than that
+    depths_option: ClassVar[str] = ""  # the option that counts its parts, where each makes one level: num_heads
+    carried_by_target: ClassVar[bool] = False  # a target's own checkpoint can hold it, and engines look for it there
+    config_class: ClassVar[type[Any]]  # the dataclass of ``config``
+    config: Any  # all that rebuilds the module, vocabulary apart; its width is ``hidden_size``
     vocab: DraftVocab
     tap_ids: tuple[int, ...]
 
@@ -102,15 +109,17 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Raise EyasError for options of :meth:`create` that are impossible or contradict each other, before any
-        work. What is named num_*, *_size or *_dim counts something."""
+        work. What is named num_*, *_size or *_dim counts something, *_temper is a factor."""
         for key, value in options.items():
             if isinstance(value, int) and value < 1 and (key.startswith("num_") or key.endswith(("_size", "_dim"))):
                 raise EyasError(f"drafter.{key}={value}: must be at least 1")
+            if key.endswith("_temper") and value <= 0:
+                raise EyasError(f"drafter.{key}={value}: must be above 0")
 
     @classmethod
     def levels(cls, options: Mapping[str, Any]) -> int | None:
         """:attr:`max_depth` of what :meth:`create` makes of these options: mistakes are told before any work."""
-        return None
+        return options.get(cls.depths_option)
 
     @abstractmethod
     def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
@@ -135,14 +144,23 @@ class Drafter(nn.Module, ABC):
         """A fresh incremental drafting session for so many sequences at a time."""
 
     @property
-    @abstractmethod
     def target_hidden_size(self) -> int:
         """Width of the target's states that it reads."""
+        return int(self.config.hidden_size)
 
     @property
     def max_depth(self) -> int | None:
         """Levels that a draft can have; None: any number."""
-        return None
+        return getattr(self.config, self.depths_option) if self.depths_option else None
+
+    def check_depths(self, depths: int) -> None:
+        """Raise EyasError for more levels than a draft can have."""
+        if self.max_depth is not None and depths > self.max_depth:
+            parts = self.depths_option.removeprefix("num_")
+            raise EyasError(
+                f"{depths} levels of drafts: this {title_of(type(self))} drafter has {self.max_depth} {parts}, one for "
+                f"each level (drafter.{self.depths_option}, train.depths, verify.gamma)"
+            )
 
     @property
     def max_positions(self) -> int | None:
@@ -153,14 +171,21 @@ class Drafter(nn.Module, ABC):
         """Go on training with those of these options that say how to train, not what the drafter is."""
         return
 
-    @abstractmethod
     def architecture(self) -> dict[str, Any]:
         """JSON-able options that rebuild this module with :meth:`from_architecture` (vocabulary apart)."""
+        return asdict(self.config)
 
     @classmethod
-    @abstractmethod
-    def from_architecture(cls, architecture: dict[str, Any], vocab: DraftVocab) -> Drafter:
+    def from_architecture(cls, architecture: dict[str, Any], vocab: DraftVocab) -> Self:
         """An uninitialised module of that architecture, to be filled from a state dict."""
+        return cls(cls.config_class(**architecture), vocab)
+
+    @classmethod
+    def filled(cls, architecture: dict[str, Any], vocab: DraftVocab, weights: Mapping[str, Tensor]) -> Self:
+        """The module of that architecture with this state dict. Raises EyasError as :meth:`from_serving` does."""
+        drafter = cls.from_architecture(architecture, vocab)
+        fill_module(drafter, weights)
+        return drafter
 
     @abstractmethod
     def serving(self, frozen: FrozenTarget, layout: str | None = None) -> Serving:
@@ -173,7 +198,7 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def from_serving(
         cls, tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any] | None = None
-    ) -> Drafter:
+    ) -> Self:
         """The inverse of :meth:`serving` for all its layouts, in float32, and for the checkpoints of other trainers of
         the method. ``target``: the target's text config, for what ``config`` leaves open.
 
@@ -182,13 +207,18 @@ class Drafter(nn.Module, ABC):
         raise EyasError(f"{cls.__name__}: can't be read back from a serving folder; use a checkpoint of the run")
 
     @classmethod
+    def from_target(cls, folder: Path) -> Self | None:
+        """The drafter that a target's own folder carries; None if it is no target's, or carries none."""
+        return None
+
+    @classmethod
     def check_layout(cls, layout: str | None) -> str:
         """The serving layout of that name, None: the first. Raises EyasError for one that it can't be written in, and
         NotServed if there is none."""
         if not cls.layouts:
-            raise NotServed(f"a {cls.__name__} has no serving layout: no engine drafts with it")
+            raise NotServed(f"{title_of(cls)} has no serving layout: no engine drafts with it")
         if layout is not None and layout not in cls.layouts:
-            raise EyasError(f"export.layout={layout}: a {cls.__name__} is written as {' or '.join(cls.layouts)}")
+            raise EyasError(f"export.layout={layout}: {title_of(cls)} is written as {' or '.join(cls.layouts)}")
         return layout or cls.layouts[0]
 
     def forward(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Score:
@@ -197,10 +227,11 @@ class Drafter(nn.Module, ABC):
         states = self.unroll(batch, slots, frozen)
         teacher, objective = frozen.teacher(batch, self.vocab), spec.objective
         score = objective(states, self.head(frozen), slots, teacher, per_slot=spec.per_slot)
+        score.loss_sum = self.logit_weight * score.loss_sum
         if (terms := self.extra_terms(states, slots, batch)) is not None:
             depth = slots.rows()[0]
             added = (terms.float() * objective.fixed_weights(depth)).sum()
-            score.loss_sum = self.logit_weight * score.loss_sum + added
+            score.loss_sum = score.loss_sum + added
             sums = terms.new_zeros(slots.depths, dtype=torch.float64)
             score.extra = sums.index_add_(0, depth, terms.detach().double())
         return score

@@ -21,8 +21,8 @@ a constant to the pass that reads it; keys of the lineage are still made with we
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,8 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.heads import DraftHead
 from models.layers import MLP, Attention, RMSNorm
-from models.recurrent import DraftLayer, LayerConfig, RecurrentDrafter, random_linears
+from models.recurrent import DraftLayer, LayerConfig, RecurrentDrafter
 from models.vocab import DraftVocab
-from models.weight_files import fill_module
 
 NOISE_LENGTH = 512  # tokens of the document at which ``noise`` is the width of the noise's interval
 TRAINING = ("feature_weight", "logit_weight", "noise", "detach")  # fields that say nothing about what is drafted
@@ -70,10 +69,11 @@ class Eagle1Layer(DraftLayer):
 class Eagle1Drafter(RecurrentDrafter):
     """See the module docstring; built by :meth:`create` or :meth:`from_architecture`."""
 
-    config: Eagle1Config
-    tap_ids: tuple[int, ...] = ()  # it reads the final state alone
     layouts = ("vllm",)
     recursive = True
+    config_class = Eagle1Config
+    config: Eagle1Config
+    tap_ids: tuple[int, ...] = ()  # it reads the final state alone
 
     def __init__(self, config: Eagle1Config, vocab: DraftVocab) -> None:
         super().__init__()
@@ -129,24 +129,14 @@ class Eagle1Drafter(RecurrentDrafter):
             detach=detach,
         )
         drafter = cls(config, vocab)
-        random_linears(drafter, torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            if init_fc:
-                drafter.fc.weight.zero_()
-                drafter.fc.weight[:, config.hidden_size :] = torch.eye(config.hidden_size)
-                drafter.layer.self_attn.o_proj.weight.zero_()
-                drafter.layer.mlp.down_proj.weight.zero_()
+        drafter.start(seed, pass_on=init_fc)
+        if init_fc:
+            nn.init.zeros_(drafter.layer.self_attn.o_proj.weight)
+            nn.init.zeros_(drafter.layer.mlp.down_proj.weight)
         return drafter
 
     def take_over(self, options: Mapping[str, Any]) -> None:
         self.config = replace(self.config, **{key: options[key] for key in TRAINING if key in options})
-
-    def architecture(self) -> dict[str, Any]:
-        return asdict(self.config)
-
-    @classmethod
-    def from_architecture(cls, architecture: dict[str, Any], vocab: DraftVocab) -> Eagle1Drafter:
-        return cls(Eagle1Config(**architecture), vocab)
 
     # --- one step of the layer ---
 
@@ -202,13 +192,10 @@ class Eagle1Drafter(RecurrentDrafter):
         """Engines draft with the target's head over its whole vocabulary, whatever the drafter was trained on."""
         self.check_layout(layout)
         tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        return Serving(serving_tensors(tensors, frozen), eagle1_config(asdict(self.config), frozen))
+        return Serving(serving_tensors(tensors, frozen), eagle1_config(self.architecture(), frozen))
 
     @classmethod
     def from_serving(
         cls, tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any] | None = None
-    ) -> Eagle1Drafter:
-        architecture, vocab, weights = read_eagle1(tensors, config)
-        drafter = cls.from_architecture(architecture, vocab)
-        fill_module(drafter, weights)
-        return drafter
+    ) -> Self:
+        return cls.filled(*read_eagle1(tensors, config))

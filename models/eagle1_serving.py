@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from models.drafter import NotServed
 from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.layer_serving import llama_config, read_llama_config, refuse_other
@@ -24,12 +25,12 @@ OF_THE_TARGET = ("embed_tokens.weight", "lm_head.weight")
 
 
 def serving_tensors(tensors: dict[str, Tensor], frozen: FrozenTarget) -> dict[str, Tensor]:
-    """The drafter's own tensors as engines want them. Raises EyasError for what they would leave out in silence."""
+    """The drafter's own tensors as engines want them. Raises NotServed for what they would leave out in silence."""
     bias = tensors.get(FC_BIAS)
     if bias is not None and bool(bias.any()):
-        raise EyasError(f"{FC_BIAS}: is not zero, and vLLM drops it; train with drafter.fc_bias=false to export")
+        raise NotServed(f"{FC_BIAS}: is not zero, and vLLM drops it; train with drafter.fc_bias=false to export")
     if frozen.head_bias is not None and bool(frozen.head_bias.any()):
-        raise EyasError("the target's output head has a bias, which engines leave out when they draft with that head")
+        raise NotServed("the target's output head has a bias, which engines leave out when they draft with that head")
     zeros = tensors["fc.weight"].new_zeros(tensors["fc.weight"].shape[0])
     return tensors | {FC_BIAS: zeros}
 

@@ -8,7 +8,7 @@ the un-normalised feature. Architecture and tensor names are those that vLLM and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -20,9 +20,8 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.heads import DraftHead
 from models.layers import MLP, Attention, RMSNorm
-from models.recurrent import DraftLayer, LayerConfig, RecurrentDrafter, last_layer_weight, random_linears
+from models.recurrent import DraftLayer, LayerConfig, RecurrentDrafter, last_layer_weight
 from models.vocab import DraftVocab
-from models.weight_files import fill_module
 
 
 def check_norms(fc_norm: bool, norm_before_fc: bool) -> None:
@@ -43,6 +42,8 @@ class Eagle3Config(LayerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norms(self.fc_norm, self.norm_before_fc)
+        if not self.tap_ids:
+            raise EyasError("target.taps=[]: EAGLE-3 reads tapped states, at least one")
 
     @classmethod
     def for_target(cls, target: Mapping[str, Any], tap_ids: tuple[int, ...], **options: Any) -> Self:
@@ -68,9 +69,9 @@ class MidLayer(DraftLayer):
 class Eagle3Drafter(RecurrentDrafter):
     """See the module docstring; built by :meth:`create` or :meth:`from_architecture`."""
 
-    config: Eagle3Config
-
     layouts = ("vllm",)
+    config_class = Eagle3Config
+    config: Eagle3Config
 
     def __init__(self, config: Eagle3Config, vocab: DraftVocab) -> None:
         super().__init__()
@@ -92,8 +93,6 @@ class Eagle3Drafter(RecurrentDrafter):
     def check_options(cls, options: Mapping[str, Any]) -> None:
         super().check_options(options)
         check_norms(bool(options.get("fc_norm")), bool(options.get("norm_before_fc")))
-        if float(options.get("init_temper", 1.0)) <= 0:
-            raise EyasError(f"drafter.init_temper={options['init_temper']}: must be above 0")
 
     @classmethod
     def create(  # type: ignore[override]
@@ -131,11 +130,8 @@ class Eagle3Drafter(RecurrentDrafter):
             norm_output=norm_output,
         )
         drafter = cls(config, vocab)
-        random_linears(drafter, torch.Generator().manual_seed(seed))
+        drafter.start(seed, pass_on=init_fc)
         with torch.no_grad():
-            if init_fc:
-                drafter.fc.weight.zero_()
-                drafter.fc.weight[:, -config.hidden_size :] = torch.eye(config.hidden_size)
             if init_head:
                 drafter.lm_head.weight.copy_(frozen.head[vocab.ids.to(frozen.head.device)] * frozen.scale)
                 if frozen.final_norm is not None:
@@ -156,13 +152,10 @@ class Eagle3Drafter(RecurrentDrafter):
         for mine, theirs in pairs.items():
             own[f"{mine}.weight"].copy_(last_layer_weight(layer, theirs, own[f"{mine}.weight"].shape[0]))
 
-    def architecture(self) -> dict[str, Any]:
-        return asdict(self.config)
-
     @classmethod
-    def from_architecture(cls, architecture: dict[str, Any], vocab: DraftVocab) -> Eagle3Drafter:
-        options = dict(architecture) | {"tap_ids": tuple(architecture["tap_ids"])}
-        return cls(Eagle3Config(**options), vocab)
+    def from_architecture(cls, architecture: dict[str, Any], vocab: DraftVocab) -> Self:
+        taps = tuple(architecture["tap_ids"])  # a list, when it comes from JSON
+        return super().from_architecture(architecture | {"tap_ids": taps}, vocab)
 
     # --- one step of the layer ---
 
@@ -205,13 +198,10 @@ class Eagle3Drafter(RecurrentDrafter):
         tensors = {name: tensor.detach() for name, tensor in self.state_dict().items()}
         if not self.vocab.is_full:
             tensors |= {"d2t": self.vocab.d2t, "t2d": self.vocab.t2d}
-        return Serving(tensors, eagle3_config(asdict(self.config), self.vocab, frozen.config))
+        return Serving(tensors, eagle3_config(self.architecture(), self.vocab, frozen.config))
 
     @classmethod
     def from_serving(
         cls, tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any] | None = None
-    ) -> Eagle3Drafter:
-        architecture, vocab, weights = read_eagle3(tensors, config, target or {})
-        drafter = cls.from_architecture(architecture, vocab)
-        fill_module(drafter, weights)
-        return drafter
+    ) -> Self:
+        return cls.filled(*read_eagle3(tensors, config, target or {}))

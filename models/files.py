@@ -1,16 +1,29 @@
-"""Writing files that a killed process can't leave half done, in a folder that one process writes at a time."""
+"""Writing files that a killed process can't leave half done, in a folder that one process writes at a time; reading
+what may be damaged."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from models.errors import EyasError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises EyasError if there is none, or something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EyasError(f"{path}: can't be read ({error})") from error
+    if not isinstance(found, dict):
+        raise EyasError(f"{path}: must hold a JSON object")
+    return found
 
 
 def sync(path: Path) -> None:

@@ -39,8 +39,8 @@ class DraftHead:
 
     def logits(self, states: Tensor, counts: Sequence[int], weight: Tensor | None = None) -> Tensor:
         """Logits [R, Vd] of states [R, H], of which the first counts[0] are of depth 0, the next counts[1] of depth 1,
-        and so on. ``weight``: the weight in the dtype to compute in."""
-        weight = (self.weight if weight is None else weight).to(states.dtype)
+        and so on. ``weight``: the weight in the dtype to compute in, which must be the states'."""
+        weight = self.weight.to(states.dtype) if weight is None else weight
         if self.per_depth:
             parts = states.split(list(counts))
             logits = torch.cat([part @ own.T for part, own in zip(parts, weight[: len(parts)], strict=True)])

@@ -119,4 +119,13 @@ class JointModel(nn.Module):
         if before is not None:
             teacher = self.target.logits(before).log_softmax(-1)
             loss = (teacher.exp() * (teacher - logits + lse[:, None])).sum()
-        return loss, nll, lse.detach(), logits.argmax(-1)
+        return loss, nll, self._exact_lse(states.detach(), lse.detach()), logits.argmax(-1)
+
+    @torch.no_grad()
+    def _exact_lse(self, states: Tensor, lse: Tensor) -> Tensor:
+        """lse [n] of float32 products, which the teacher makes again; the given one where the logits were such."""
+        kind = states.device.type
+        if self.target.dtype == torch.float32 and not torch.is_autocast_enabled(kind):
+            return lse
+        with torch.autocast(kind, enabled=False):
+            return self.target.score(states)[0]

@@ -173,7 +173,7 @@ class WeightFiles:
             if len(found) != 1:
                 what = "no .safetensors file" if not found else f"{len(found)} .safetensors files and no index"
                 raise EyasError(f"target.path={folder}: {what}. Eyas reads weights from safetensors only")
-            self._file = dict.fromkeys(_header(found[0])[0], found[0].name)
+            self._file = dict.fromkeys(read_header(found[0])[0], found[0].name)
         missing = sorted(f for f in set(self._file.values()) if not (folder / f).is_file())
         if missing:
             raise EyasError(f"target.path={folder}: {len(missing)} weight files are missing, first {missing[0]}")
@@ -207,7 +207,7 @@ def fingerprint(folder: str | Path) -> str:
     digest = hashlib.sha256(json.dumps({k: config[k] for k in config if k not in VOLATILE}, sort_keys=True).encode())
     entries: dict[str, bytes] = {}
     for path in WeightFiles(folder).files:
-        header, start = _header(path)
+        header, start = read_header(path)
         with path.open("rb") as file:
             for name, entry in header.items():
                 begin, end = (start + offset for offset in entry["data_offsets"])
@@ -221,7 +221,7 @@ def fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Header of a safetensors file (name -> dtype, shape, data_offsets) and where its data starts."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -7,8 +7,8 @@ layer of its own or the target's. It reads no drafted token, so all nodes of one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from models.frozen import FrozenTarget
 from models.heads import DraftHead, SessionHead
 from models.medusa_serving import medusa_serving, read_medusa
 from models.vocab import DraftVocab
-from models.weight_files import fill_module
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,10 @@ class MedusaDrafter(Drafter):
     the objective scores all depths at once; absent with the target's head.
     """
 
-    layouts: ClassVar[tuple[str, ...]] = ("vllm", "fasterdecoding")
+    layouts = ("vllm", "fasterdecoding")
+    depths_option = "num_heads"
+    config_class = MedusaConfig
+    config: MedusaConfig
     tap_ids: tuple[int, ...] = ()  # it reads no taps, whatever the run stores
 
     def __init__(self, config: MedusaConfig, vocab: DraftVocab) -> None:
@@ -70,16 +72,6 @@ class MedusaDrafter(Drafter):
             self.lm_heads = nn.Parameter(torch.zeros(heads, len(vocab), hidden))
 
     # --- construction ---
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        super().check_options(options)
-        if float(options.get("init_temper", 1.0)) <= 0:
-            raise EyasError(f"drafter.init_temper={options['init_temper']}: must be above 0")
-
-    @classmethod
-    def levels(cls, options: Mapping[str, Any]) -> int | None:
-        return options.get("num_heads")
 
     @classmethod
     def create(  # type: ignore[override]
@@ -108,13 +100,6 @@ class MedusaDrafter(Drafter):
                 drafter.lm_heads.copy_(frozen.head[vocab.ids.to(frozen.head.device)] * (frozen.scale * init_temper))
         return drafter
 
-    def architecture(self) -> dict[str, Any]:
-        return asdict(self.config)
-
-    @classmethod
-    def from_architecture(cls, architecture: dict[str, Any], vocab: DraftVocab) -> MedusaDrafter:
-        return cls(MedusaConfig(**architecture), vocab)
-
     # --- training ---
 
     def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
@@ -126,22 +111,7 @@ class MedusaDrafter(Drafter):
     def head(self, frozen: FrozenTarget) -> DraftHead:
         return DraftHead(self.lm_heads) if self.config.head == "own" else frozen.draft_head(self.vocab)
 
-    def check_depths(self, depths: int) -> None:
-        if depths > self.max_depth:
-            raise EyasError(
-                f"{depths} levels of drafts: this Medusa drafter has {self.max_depth} heads, one for each level "
-                "(drafter.num_heads, train.depths, verify.gamma)"
-            )
-
     # --- drafting and serving ---
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
-    def max_depth(self) -> int:
-        return self.config.num_heads
 
     def session(self, frozen: FrozenTarget, slots: int = 1) -> MedusaSession:
         return MedusaSession(self, frozen, slots)
@@ -154,11 +124,8 @@ class MedusaDrafter(Drafter):
     @classmethod
     def from_serving(
         cls, tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any] | None = None
-    ) -> MedusaDrafter:
-        architecture, vocab, weights = read_medusa(tensors, config, target)
-        drafter = cls.from_architecture(architecture, vocab)
-        fill_module(drafter, weights)
-        return drafter
+    ) -> Self:
+        return cls.filled(*read_medusa(tensors, config, target))
 
 
 class MedusaSession:

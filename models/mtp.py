@@ -11,47 +11,39 @@ lineage, and can draft any number of levels. Of several, module k makes depth k 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from models.batch import Batch, Slots
-from models.drafter import Drafter, DraftSession, Serving
+from models.drafter import DraftSession, Serving
 from models.errors import EyasError
 from models.frozen import FrozenTarget
-from models.heads import DraftHead
 from models.layers import RMSNorm
 from models.mtp_names import default_layout
-from models.mtp_serving import carried_modules, read_mtp, write_mtp
+from models.mtp_serving import carried_modules, carries_mtp, open_carried, read_mtp, write_mtp
 from models.mtp_session import RecursiveSession, SequentialSession
 from models.native import Attend, Causal, Lineage, NativeLayer
+from models.native_drafter import NativeConfig, NativeDrafter, NativeStep
 from models.vocab import DraftVocab
 from models.weight_files import fill_module
 
-INITS = ("last_layer", "random", "carried")
-
 
 @dataclass(frozen=True)
-class MtpConfig:
-    """Everything that rebuilds the module, vocabulary apart. config: the target's text config."""
+class MtpConfig(NativeConfig):
+    """zero_first: the embedding at position 0 is read as zeros."""
 
     num_modules: int
-    config: dict[str, Any]
     zero_first: bool = False
 
-    @property
-    def hidden_size(self) -> int:
-        return int(self.config["hidden_size"])
 
-
-class MtpModule(nn.Module):
-    """One module; every norm of its own multiplies by its weight, those inside the block are the family's."""
-
+class MtpModule(NativeStep):
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.config.get("rms_norm_eps", 1e-6)
+        hidden, eps = config.hidden_size, config.norm_eps
         self.zero_first = config.zero_first
         self.enorm, self.hnorm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
         self.proj = nn.Linear(2 * hidden, hidden, bias=False)  # columns of the embedding first
@@ -67,15 +59,17 @@ class MtpModule(nn.Module):
         return state
 
 
-class MtpDrafter(Drafter):
+class MtpDrafter(NativeDrafter):
     """See the module docstring; built by :meth:`create` or :meth:`from_architecture`."""
 
-    layouts: ClassVar[tuple[str, ...]] = ("deepseek", "mimo", "qwen3_next")
-    tap_ids: tuple[int, ...] = ()  # it reads no taps, whatever the run stores
+    layouts = ("deepseek", "mimo", "qwen3_next")
+    depths_option = "num_modules"
+    carried_by_target = True
+    config_class = MtpConfig
+    config: MtpConfig
 
     def __init__(self, config: MtpConfig, vocab: DraftVocab) -> None:
-        super().__init__()
-        self.config, self.vocab = config, vocab
+        super().__init__(config, vocab)
         self.mtp = nn.ModuleList(MtpModule(config) for _ in range(config.num_modules))
 
     @property
@@ -86,16 +80,8 @@ class MtpDrafter(Drafter):
     # --- construction ---
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        super().check_options(options)
-        if options.get("init", INITS[0]) not in INITS:
-            raise EyasError(f"drafter.init={options['init']}: must be one of {', '.join(INITS)}")
-        if float(options.get("init_temper", 1.0)) <= 0:
-            raise EyasError(f"drafter.init_temper={options['init_temper']}: must be above 0")
-
-    @classmethod
     def levels(cls, options: Mapping[str, Any]) -> int | None:
-        return None if options.get("num_modules", 1) == 1 else options["num_modules"]
+        return None if options.get("num_modules", 1) == 1 else super().levels(options)
 
     @classmethod
     def create(  # type: ignore[override]
@@ -116,10 +102,7 @@ class MtpDrafter(Drafter):
         is random from ``seed``."""
         if zero_first is None:
             zero_first = default_layout(frozen.config.get("model_type", "")).zero_first
-        config = MtpConfig(num_modules, frozen.config, zero_first)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            drafter = cls(config, vocab)
+        drafter = cls.seeded(MtpConfig(frozen.config, num_modules, zero_first), vocab, seed)
         if init == "carried":
             drafter._carry(frozen)
         elif init == "last_layer":
@@ -132,13 +115,11 @@ class MtpDrafter(Drafter):
         half as much of the embedding. On SmolLM2 (one run each) the mean alpha after 120 steps was .17, and .14 where
         the block wrote from the start what it does in the target."""
         hidden = self.config.hidden_size
+        self.start_from_last_layer(frozen)
+        self.start_norms(frozen, temper)
         for module in self.steps:
-            module.block.init_from(frozen.last_layer, "drafter.init=last_layer")
-            module.block.pass_through()
             module.proj.weight[:, :hidden] = 0.5 * torch.eye(hidden)
             module.proj.weight[:, hidden:] = torch.eye(hidden)
-            if frozen.final_norm is not None:
-                module.norm.weight.copy_(frozen.final_norm * temper)
 
     def _carry(self, frozen: FrozenTarget) -> None:
         carried = None if frozen.folder is None else carried_modules(frozen.folder, frozen.config)
@@ -149,13 +130,6 @@ class MtpDrafter(Drafter):
         if len(found) < len(own):
             raise EyasError(f"drafter.num_modules={len(own)}: the target carries {len(found)} MTP modules")
         fill_module(self, {name: tensor for name, tensor in carried.items() if name.startswith(own)})
-
-    def architecture(self) -> dict[str, Any]:
-        return asdict(self.config)
-
-    @classmethod
-    def from_architecture(cls, architecture: dict[str, Any], vocab: DraftVocab) -> MtpDrafter:
-        return cls(MtpConfig(**architecture), vocab)
 
     # --- training ---
 
@@ -197,29 +171,11 @@ class MtpDrafter(Drafter):
             states.append(feature[slots.index[valid]])
         return torch.cat(states)
 
-    def check_depths(self, depths: int) -> None:
-        if self.max_depth is not None and depths > self.max_depth:
-            raise EyasError(
-                f"{depths} levels of drafts: this MTP drafter has {self.max_depth} modules, one for each level "
-                "(drafter.num_modules, train.depths, verify.gamma)"
-            )
-
-    def head(self, frozen: FrozenTarget) -> DraftHead:
-        return frozen.draft_head(self.vocab)
-
     # --- drafting and serving ---
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.config.hidden_size
 
     @property
     def max_depth(self) -> int | None:
         return None if len(self.mtp) == 1 else len(self.mtp)
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.config.config.get("max_position_embeddings")
 
     def session(self, frozen: FrozenTarget, slots: int = 1) -> DraftSession:
         return (RecursiveSession if len(self.mtp) == 1 else SequentialSession)(self, frozen, slots)
@@ -232,8 +188,9 @@ class MtpDrafter(Drafter):
     @classmethod
     def from_serving(
         cls, tensors: dict[str, Tensor], config: dict[str, Any], target: Mapping[str, Any] | None = None
-    ) -> MtpDrafter:
-        architecture, vocab, weights = read_mtp(tensors, config, target)
-        drafter = cls.from_architecture(architecture, vocab)
-        fill_module(drafter, weights)
-        return drafter
+    ) -> Self:
+        return cls.filled(*read_mtp(tensors, config, target))
+
+    @classmethod
+    def from_target(cls, folder: Path) -> Self | None:
+        return cls.filled(*open_carried(folder)) if carries_mtp(folder) else None

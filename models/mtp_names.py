@@ -32,7 +32,7 @@ ROTARY = "rotary_emb.inv_freq"  # some files store what every model computes
 
 
 @dataclass(frozen=True)
-class Layout:
+class MtpLayout:
     """One family's way. ``prefix`` and ``block``: what the names of a module's own tensors and of its block begin with,
     {n} being the module's number; ``parts``: the file's names for PARTS; ``shared``: copies of the target's embedding
     and head that files may hold (never written: engines take the target's)."""
@@ -64,7 +64,7 @@ class Layout:
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout(
+        MtpLayout(
             "deepseek",
             "model.layers.{n}.",
             "model.layers.{n}.",
@@ -72,7 +72,7 @@ LAYOUTS = {
             {"embed_tokens.weight": "embedding", "shared_head.head.weight": "head"},
             after_layers=True,
         ),
-        Layout(
+        MtpLayout(
             "mimo",
             "model.mtp_layers.{n}.",
             "model.mtp_layers.{n}.",
@@ -80,7 +80,7 @@ LAYOUTS = {
             {"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
             hidden_first=True,
         ),
-        Layout(
+        MtpLayout(
             "qwen3_next",
             "mtp.",
             "mtp.layers.{n}.",
@@ -98,31 +98,37 @@ def bare(name: str) -> str:
     return OUTER.sub("", name)
 
 
-def default_layout(model_type: str) -> Layout:
+def default_layout(model_type: str) -> MtpLayout:
     """The layout that a family's own files have; MiMo's, whose block is that of Llama and Qwen2, for all others."""
     if model_type.startswith(("deepseek", "glm4_moe", "glm_moe")):
         return LAYOUTS["deepseek"]
     return LAYOUTS["qwen3_next" if model_type.startswith(("qwen3_next", "qwen3_5")) else "mimo"]
 
 
-def recognise(names: Iterable[str], config: Mapping[str, Any]) -> Layout | None:
-    """The layout of the MTP modules among the names of a model's files; None if there are none."""
-    found = [bare(name) for name in names]
-    if any(name.startswith("mtp_layers.") for name in found):
-        return LAYOUTS["mimo"]
-    own = tuple(f"mtp.{part}" for part in LAYOUTS["qwen3_next"].parts)
-    if any(name.startswith("mtp.layers.") or name in own for name in found):
-        return LAYOUTS["qwen3_next"]
-    deepseek = LAYOUTS["deepseek"]
-    first = deepseek.first(config)
-    numbers = (int(match["n"]) for name in found if (match := deepseek.pattern.fullmatch(name)))
-    return deepseek if any(n >= first for n in numbers) else None
+def modules_among(names: Iterable[str], first: int | None = None) -> tuple[MtpLayout, list[str]] | None:
+    """The layout of the MTP modules among the names of a model's files, and their names; None if there are none.
+
+    first: how many layers the target has of its own, which DeepSeek's modules lie behind. Where that isn't known, they
+    are the layers from the first one on that has a module's extra tensors.
+    """
+    plain = {name: bare(name) for name in names}
+    mimo, qwen3_next, deepseek = LAYOUTS["mimo"], LAYOUTS["qwen3_next"], LAYOUTS["deepseek"]
+    if inside := [name for name, own in plain.items() if mimo.pattern.fullmatch(own)]:
+        return mimo, sorted(inside)
+    extra = tuple(qwen3_next.prefix + part for part in qwen3_next.parts)
+    if any(qwen3_next.pattern.fullmatch(own) or own in extra for own in plain.values()):
+        return qwen3_next, sorted(name for name, own in plain.items() if own.startswith(qwen3_next.prefix))
+    layers = {name: match for name, own in plain.items() if (match := deepseek.pattern.fullmatch(own))}
+    if first is None:
+        first = min((int(m["n"]) for m in layers.values() if m["rest"] in deepseek.parts), default=None)
+    inside = [name for name, match in layers.items() if first is not None and int(match["n"]) >= first]
+    return (deepseek, sorted(inside)) if inside else None
 
 
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def to_files(layout: Layout, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+def to_files(layout: MtpLayout, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The drafter's state dict by the names and conventions of a layout. Values keep their dtype.
 
     Raises EyasError where several modules differ in what the layout holds once.
@@ -167,7 +173,7 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 @dataclass
-class Found:
+class Modules:
     """What the files hold by the drafter's names: tensors, their names in the files, copies of the target's embedding
     and head by their names in the files, and the number of modules."""
 
@@ -177,7 +183,7 @@ class Found:
     modules: int
 
 
-def from_files(layout: Layout, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Found:
+def from_files(layout: MtpLayout, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Modules:
     """The inverse of :func:`to_files`; norms stored less one become float32 multipliers.
 
     Raises EyasError for a name that belongs to no module, and for gaps in the numbers of modules or experts.
@@ -198,21 +204,21 @@ def from_files(layout: Layout, tensors: Mapping[str, Tensor], config: Mapping[st
         for part in (p for p in PARTS if f"mtp.0.{p}" in raw):
             raw |= {f"mtp.{i}.{part}": raw[f"mtp.0.{part}"] for i in range(1, count)}
             sources |= {f"mtp.{i}.{part}": sources[f"mtp.0.{part}"] for i in range(1, count)}
-    return Found(fuse_experts({n: _converted(layout, n, t) for n, t in raw.items()}, sources), sources, shared, count)
+    return Modules(fuse_experts({n: _converted(layout, n, t) for n, t in raw.items()}, sources), sources, shared, count)
 
 
-def file_name(layout: Layout, own: str, config: Mapping[str, Any]) -> str:
+def file_name(layout: MtpLayout, own: str, config: Mapping[str, Any]) -> str:
     """What a layout calls a tensor of the drafter (of fused experts: the first of its tensors)."""
     return next(iter(to_files(layout, {own: torch.zeros(1, 2, 2)}, config)))
 
 
-def _shared(layout: Layout, name: str) -> str | None:
+def _shared(layout: MtpLayout, name: str) -> str | None:
     name = bare(name)
     match = layout.pattern.fullmatch(name)
     return layout.shared.get(match["rest"] if match and not layout.one_projection else name) or layout.shared.get(name)
 
 
-def _own_name(layout: Layout, name: str, first: int) -> str:
+def _own_name(layout: MtpLayout, name: str, first: int) -> str:
     parts = dict(zip(layout.parts, PARTS, strict=True))
     match = layout.pattern.fullmatch(bare(name))
     if match and int(match["n"]) >= first:
@@ -228,7 +234,9 @@ def _own_name(layout: Layout, name: str, first: int) -> str:
     return f"mtp.0.{part}"
 
 
-def _modules(layout: Layout, raw: Mapping[str, Tensor], sources: Mapping[str, str], config: Mapping[str, Any]) -> int:
+def _modules(
+    layout: MtpLayout, raw: Mapping[str, Tensor], sources: Mapping[str, str], config: Mapping[str, Any]
+) -> int:
     numbers = {int(own.split(".")[1]): sources[own] for own in raw}
     count = len(numbers)
     for number in sorted(numbers):
@@ -241,7 +249,7 @@ def _modules(layout: Layout, raw: Mapping[str, Tensor], sources: Mapping[str, st
     return count
 
 
-def _converted(layout: Layout, own: str, tensor: Tensor) -> Tensor:
+def _converted(layout: MtpLayout, own: str, tensor: Tensor) -> Tensor:
     part = own.split(".", 2)[2]
     if layout.hidden_first and part == "proj.weight" and tensor.ndim == 2:
         return torch.cat(tensor.chunk(2, 1)[::-1], 1)

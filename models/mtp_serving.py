@@ -6,40 +6,34 @@ vLLM and SGLang share the target's with any MTP drafter. Inside a target the sam
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.drafter import Serving
+from models.drafter import NotServed, Serving
 from models.errors import EyasError
+from models.files import read_json
 from models.load_frozen import WeightFiles, plain_config
 from models.mtp_names import (
     LAYOUTS,
     PARTS,
-    Found,
-    Layout,
+    Modules,
+    MtpLayout,
     bare,
     default_layout,
     file_name,
     from_files,
-    recognise,
+    modules_among,
     to_files,
 )
 from models.native import SAME_AS, NativeLayer
 from models.vocab import DraftVocab
 
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # config keys: how many modules there are
-QWEN2_BLOCKS = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mimo",
-)  # families whose layer is Qwen2's, q_norm and k_norm apart
+QWEN2_BLOCKS = ("llama", "mistral", "qwen2", "qwen3", "mimo")  # their layer is Qwen2's, q_norm and k_norm apart
 QUANTISED = ("weight_scale", "weight_scale_inv", "qweight", "qzeros", "scales", "weight_packed")
 
 ZEROS = {True: "as zeros", False: "as it is"}
@@ -47,7 +41,7 @@ ZEROS = {True: "as zeros", False: "as it is"}
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def layout_of(name: str | None, config: Mapping[str, Any]) -> Layout:
+def layout_of(name: str | None, config: Mapping[str, Any]) -> MtpLayout:
     """The layout of that name; None: the one of the target's family. Raises EyasError for other names."""
     if name is None:
         return default_layout(str(config.get("model_type", "")))
@@ -81,7 +75,7 @@ def write_mtp(
     tensors = to_files(chosen, state_dict, config)
     changes = config_changes(chosen, config, int(architecture["num_modules"]))
     if chosen.name == "mimo":
-        tensors |= _as_qwen2_block(tensors, str(config.get("model_type") or "llama"))
+        tensors |= _as_qwen2_block(tensors, str(config.get("model_type") or "llama"), asked=layout is not None)
     kept = {key: value for key, value in architecture.items() if key not in ("config", "zero_first")}
     replaced = {key: config[key] for key in (*changes, "architectures", *COUNTS) if key in config}
     note = {"layout": chosen.name, "architecture": kept, "replaced": replaced, "added": sorted({*changes} - {*config})}
@@ -90,7 +84,7 @@ def write_mtp(
     return Serving(tensors, eos | bare_config | changes | {"eyas": note})
 
 
-def config_changes(layout: Layout, config: Mapping[str, Any], modules: int) -> dict[str, Any]:
+def config_changes(layout: MtpLayout, config: Mapping[str, Any], modules: int) -> dict[str, Any]:
     """What the config.json of a drafter-only folder says beyond the target's: the class that engines read it with and
     how many modules there are."""
     family = str(config.get("model_type", ""))
@@ -111,16 +105,17 @@ def count_key(family: str) -> str:
     return COUNTS[1] if family.startswith("qwen3_5") else COUNTS[0]
 
 
-def _as_qwen2_block(tensors: Mapping[str, Tensor], family: str) -> dict[str, Tensor]:
+def _as_qwen2_block(tensors: Mapping[str, Tensor], family: str, *, asked: bool) -> dict[str, Tensor]:
     """The biases of zero that an engine's Qwen2 layer needs where the block has none: it leaves missing ones random.
 
-    Raises EyasError for a family whose layer computes anything else, which no engine would notice.
+    For a family whose layer computes anything else, which no engine would notice, raises EyasError if the layout was
+    asked for, otherwise NotServed.
     """
     if family not in QWEN2_BLOCKS:
-        raise EyasError(
-            f"export.layout=mimo: engines compute a layer of Qwen2 there ({', '.join(QWEN2_BLOCKS)}), not one of "
-            f"{family}; no serving layout for this family is known, use the run's checkpoint"
-        )
+        reason = f"engines compute a layer of Qwen2 in MiMo's ({', '.join(QWEN2_BLOCKS)}), not one of {family}"
+        if asked:
+            raise EyasError(f"export.layout=mimo: {reason}")
+        raise NotServed(f"MTP has no serving layout for a {family} target: {reason}")
     projections = (f"self_attn.{kind}_proj.weight" for kind in "qkv")
     found = [(name, weight) for end in projections for name, weight in tensors.items() if name.endswith(end)]
     biases = {name.removesuffix("weight") + "bias": weight.new_zeros(weight.shape[0]) for name, weight in found}
@@ -151,12 +146,14 @@ def read_mtp(
     return architecture | {"zero_first": layout.zero_first}, DraftVocab.full(int(text["vocab_size"])), weights
 
 
-def _recognised(names: Mapping[str, Tensor], text: Mapping[str, Any], told: str | None) -> Layout:
-    layout = LAYOUTS.get(str(told)) or recognise(names, text)
-    if layout is None:
+def _recognised(names: Mapping[str, Tensor], text: Mapping[str, Any], told: str | None) -> MtpLayout:
+    if told in LAYOUTS:
+        return LAYOUTS[told]
+    found = carried_names(names, text)
+    if found is None:
         shown = ", ".join(sorted(names)[:3]) or "none"
         raise EyasError(f"tensors ({shown}): no MTP modules as {', '.join(LAYOUTS)} name them")
-    return layout
+    return found[0]
 
 
 def text_config(config: Mapping[str, Any], target: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -181,7 +178,7 @@ def text_config(config: Mapping[str, Any], target: Mapping[str, Any] | None = No
     return plain_config(whole, Path())
 
 
-def checked(layout: Layout, found: Found, text: Mapping[str, Any]) -> dict[str, Tensor]:
+def checked(layout: MtpLayout, found: Modules, text: Mapping[str, Any]) -> dict[str, Tensor]:
     """The state dict, proven to be what modules of this config consist of; errors name the tensor in the files."""
     expected = expected_shapes(text, found.modules)
     weights = {}
@@ -218,7 +215,7 @@ def expected_shapes(text: Mapping[str, Any], modules: int) -> dict[str, torch.Si
     return {f"mtp.{i}.{part}": shape for i in range(modules) for part, shape in own.items()}
 
 
-def _check_count(found: Found, config: Mapping[str, Any], layout: Layout) -> None:
+def _check_count(found: Modules, config: Mapping[str, Any], layout: MtpLayout) -> None:
     nested = config.get("text_config") or {}
     for key in COUNTS:
         told = config.get(key) or nested.get(key)
@@ -227,7 +224,7 @@ def _check_count(found: Found, config: Mapping[str, Any], layout: Layout) -> Non
             raise EyasError(f"config.json: {key}={told}, but the files hold {found.modules} MTP modules ({some}, ...)")
 
 
-def _check_shared(found: Found, tensors: Mapping[str, Tensor], text: Mapping[str, Any]) -> None:
+def _check_shared(found: Modules, tensors: Mapping[str, Tensor], text: Mapping[str, Any]) -> None:
     wanted = torch.Size([int(text["vocab_size"]), int(text["hidden_size"])])
     for name in found.shared:
         if tensors[name].shape != wanted:
@@ -237,26 +234,9 @@ def _check_shared(found: Found, tensors: Mapping[str, Tensor], text: Mapping[str
 # --- modules that a target carries --------------------------------------------------------------------------
 
 
-def carried_names(names: Mapping[str, Any] | WeightFiles, config: Mapping[str, Any]) -> tuple[Layout, list[str]] | None:
+def carried_names(names: Iterable[str], config: Mapping[str, Any]) -> tuple[MtpLayout, list[str]] | None:
     """The layout and the names of the MTP tensors in a target's files; None if it carries none."""
-    layout = recognise(names, config)
-    if layout is None:
-        return None
-    first = layout.first(config)
-    inside = [n for n in names if (match := layout.pattern.fullmatch(bare(n))) and int(match["n"]) >= first]
-    if layout.one_projection:
-        inside += [name for name in names if bare(name).startswith(layout.prefix) and name not in inside]
-    return layout, sorted(inside)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EyasError(f"{path}: can't be read ({error})") from error
-    if not isinstance(found, dict):
-        raise EyasError(f"{path}: must hold a JSON object")
-    return found
+    return modules_among(names, config.get("num_hidden_layers"))
 
 
 def carries_mtp(folder: Path | str) -> bool:
@@ -265,7 +245,7 @@ def carries_mtp(folder: Path | str) -> bool:
         weights = WeightFiles(Path(folder))
         outer = read_json(Path(folder) / "config.json")
         text = outer.get("text_config") or outer
-        carried = carried_names(weights, {"num_hidden_layers": text.get("num_hidden_layers") or 0})
+        carried = carried_names(weights, text)
     except (EyasError, OSError, ValueError, KeyError, AttributeError):
         return False
     return carried is not None and any(bare(name) == "embed_tokens.weight" for name in weights)
@@ -312,7 +292,7 @@ def architecture_of(weights: Mapping[str, Tensor], config: Mapping[str, Any]) ->
     return {"num_modules": modules, "config": dict(config), "zero_first": zero_first}
 
 
-def _check_repeats(found: Found, tensors: Mapping[str, Tensor], weights: WeightFiles) -> None:
+def _check_repeats(found: Modules, tensors: Mapping[str, Tensor], weights: WeightFiles) -> None:
     """Copies of the target's embedding and head must be copies: Eyas, like engines, uses the target's."""
     by_bare = {bare(name): name for name in weights if name not in found.shared}
     embedding = by_bare.get("embed_tokens.weight")

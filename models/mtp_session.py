@@ -8,65 +8,41 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.draft_session import LayerSession, Rows
+from models.draft_session import Rows
 from models.frozen import FrozenTarget
-from models.heads import SessionHead
-from models.native import Attend
+from models.native_drafter import NativeSession, cached
 
 if TYPE_CHECKING:
     from models.mtp import MtpDrafter
 
 
-def cached(rows: Rows, layer: int = 0, skip: int = 0) -> Attend:
-    """Attention to the stored keys and values of a layer, from place ``skip`` on, after storing those of the tokens."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows.write(key, value, layer)
-        return rows.attend(query, layer, skip).to(query.dtype)
-
-    return attend
-
-
-class RecursiveSession(LayerSession):
+class RecursiveSession(NativeSession):
     """One module, whose own state is the feature of the next depth."""
 
     def __init__(self, drafter: MtpDrafter, frozen: FrozenTarget, slots: int = 1) -> None:
-        module = drafter.steps[0]
-        heads, width = module.block.kv_shape()
-        super().__init__(module.proj.weight, slots, drafter.config.hidden_size, heads, width)
-        self.drafter, self.frozen, self.head = drafter, frozen, SessionHead(drafter.head(frozen), drafter.dtype)
-
-    def feature(self, taps: Tensor, final: Tensor) -> Tensor:
-        return final.to(self.drafter.dtype)
-
-    def next_feature(self, states: Tensor) -> Tensor:
-        return states
+        super().__init__(drafter, frozen, slots, layers=1)
+        self.module = drafter.steps[0]
 
     def read(self, feature: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
-        embedding = self.frozen.embed(tokens).to(self.drafter.dtype)
-        states: Tensor = self.drafter.steps[0](embedding, feature, rows.positions, cached(rows))
+        states: Tensor = self.module(self.frozen.embed(tokens).to(self.dtype), feature, rows.positions, cached(rows))
         return states[rows.asked]
 
     def logits(self, states: Tensor) -> Tensor:
         return self.head(states)
 
 
-class SequentialSession(LayerSession):
+class SequentialSession(NativeSession):
     """D modules, ordered by the token they read, so that none waits for another at the same token.
 
     Module d reads at token x[t] the state that module d-1 made at the token before (its parent, in a tree); it stands
     at slot p = t-1-d, which is its position, as engines have it. Each has keys and values of its own, of which the
     first d places belong to no slot. A node of depth m needs modules m .. D-1 only: those before would need features
     that are not known yet, and nobody reads them. The logits after it are those of module m.
-
-    The states of a place are those of all modules, side by side: [D * H].
     """
 
     def __init__(self, drafter: MtpDrafter, frozen: FrozenTarget, slots: int = 1) -> None:
-        modules, self.hidden = drafter.steps, drafter.config.hidden_size
-        heads, width = modules[0].block.kv_shape()
-        super().__init__(modules[0].proj.weight, slots, len(modules) * self.hidden, heads, width, len(modules))
-        self.drafter, self.frozen, self.head = drafter, frozen, SessionHead(drafter.head(frozen), drafter.dtype)
+        super().__init__(drafter, frozen, slots, layers=len(drafter.steps))
+        self.drafter = drafter
         self.depth = 0  # of the tokens of the call at hand
 
     def extend(
@@ -80,15 +56,9 @@ class SequentialSession(LayerSession):
         self.depth = depth
         return super().expand(slots, parents, tokens, depth)
 
-    def feature(self, taps: Tensor, final: Tensor) -> Tensor:
-        return final.to(self.drafter.dtype)
-
-    def next_feature(self, states: Tensor) -> Tensor:
-        return states
-
     def read(self, feature: Tensor, tokens: Tensor, rows: Rows) -> Tensor:
         """feature: true ones [N, H] of confirmed tokens, or the states [N, D*H] of the parents of drafted ones."""
-        embedding = self.frozen.embed(tokens).to(self.drafter.dtype)
+        embedding = self.frozen.embed(tokens).to(self.dtype)
         modules, size = self.drafter.steps, self.hidden
         states = [embedding.new_zeros(embedding.shape)] * self.depth
         for d in range(self.depth, len(modules)):

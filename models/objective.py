@@ -114,7 +114,8 @@ class Objective:
         weights = self.weights(alpha.detach(), valid) * valid
         ranked = (self.top_k_weight * table.top * weights).sum() if self.top_k else 0.0
         if self.loss == "expected_length":  # 1 - E[accepted] / K: depth weights are implied by the products
-            gone = 1.0 - torch.cumprod(alpha, 0).sum(0) / depths
+            kept = torch.cumprod(alpha, 0) / self.depth_keep ** _depths_of(alpha)
+            gone = 1.0 - kept.sum(0) / depths
             return (gone * valid[0]).sum() + ranked
         if self.loss == "lk":  # hybrid: lean on KL while the overlap is small
             lam = torch.exp(-self.lk_eta * alpha.detach())
@@ -127,11 +128,11 @@ class Objective:
 
     def weights(self, alpha: Tensor, valid: Tensor) -> Tensor:
         """Depth weights [K, c] or [K, 1]: decay^k, or D-PACE (how much of the expected length hangs on depth k)."""
-        k = torch.arange(alpha.shape[0], device=alpha.device, dtype=torch.float32)[:, None]
+        k = _depths_of(alpha)
         if self.depth_weights == "decay":
             return self.fixed_weights(k)
         survive = torch.cumprod((1.0 - DPACE_FLOOR) * alpha + DPACE_FLOOR, 0) * valid
-        return survive.flip(0).cumsum(0).flip(0) / self.depth_keep**k
+        return (survive / self.depth_keep**k).flip(0).cumsum(0).flip(0)
 
     def fixed_weights(self, depth: Tensor) -> Tensor:
         """decay^k, made up for the slots that are left out: also what a method's own term is weighted with."""
@@ -150,8 +151,16 @@ class Slopes(NamedTuple):
     top: Tensor | None
 
 
+def _depths_of(table: Tensor) -> Tensor:
+    """[K, 1]: 0 .. K-1, beside a table [K, c]."""
+    return torch.arange(table.shape[0], device=table.device, dtype=torch.float32)[:, None]
+
+
 class _ScoreChunks(torch.autograd.Function):
-    """Forward scores all chunks and, when gradients are wanted, keeps d(loss)/d(states) and d(loss)/d(head)."""
+    """Forward scores all chunks and, when gradients are wanted, keeps d(loss)/d(states) and d(loss)/d(head).
+
+    Under autocast only the products of states and head are in its dtype; probabilities and sums stay float32.
+    """
 
     @staticmethod
     def forward(
@@ -170,25 +179,31 @@ class _ScoreChunks(torch.autograd.Function):
         of_states, of_head = (needed and learns for needed in ctx.needs_input_grad[:2])
         dstates = torch.zeros_like(states if of_states else states[:0])
         dhead = torch.zeros_like(weight, dtype=torch.float32) if of_head else None
-        weight = weight.to(states.dtype)
+        kind = states.device.type
+        mixed = torch.is_autocast_enabled(kind)
+        weight = weight.to(torch.get_autocast_dtype(kind) if mixed else states.dtype)  # once, not in every chunk
         row_of = slots.valid.flatten().long().cumsum(0).view(depths, total) - 1
-        for a in range(0, total, objective.chunk):
-            part = slice(a, min(a + objective.chunk, total))
-            valid = slots.valid[:, part]
-            counts = valid.sum(1).tolist()
-            k, s = valid.nonzero(as_tuple=True)
-            row = row_of[k, a + s]
-            rows = _Rows.make(states[row], weight, head, counts, slots.index[a + s] + 1 + k, teacher, objective.top_k)
-            table = Columns(*stats[:, :, part])
-            for column, found in zip(table, rows.columns, strict=True):
-                column[k, s] = found.to(column.dtype)
-            chunk_loss, slopes = _loss_and_slopes(objective, table, valid)
-            loss += chunk_loss
-            if of_states or of_head:
-                dlogits = rows.gradient(Slopes(*(None if t is None else t[k, s] for t in slopes)), head)
-                found = head.backward(dlogits.to(weight.dtype), rows.states, counts, weight, dhead)
-                if of_states:
-                    dstates[row] = found.to(states.dtype)
+        with torch.autocast(kind, enabled=False):
+            for a in range(0, total, objective.chunk):
+                part = slice(a, min(a + objective.chunk, total))
+                valid = slots.valid[:, part]
+                counts = valid.sum(1).tolist()
+                k, s = valid.nonzero(as_tuple=True)
+                row = row_of[k, a + s]
+                positions = slots.index[a + s] + 1 + k
+                rows = _Rows.make(
+                    states[row].to(weight.dtype), weight, head, counts, positions, teacher, objective.top_k
+                )
+                table = Columns(*stats[:, :, part])
+                for column, found in zip(table, rows.columns, strict=True):
+                    column[k, s] = found.to(column.dtype)
+                chunk_loss, slopes = _loss_and_slopes(objective, table, valid)
+                loss += chunk_loss
+                if of_states or of_head:
+                    dlogits = rows.gradient(Slopes(*(None if t is None else t[k, s] for t in slopes)), head)
+                    found = head.backward(dlogits.to(weight.dtype), rows.states, counts, weight, dhead)
+                    if of_states:
+                        dstates[row] = found.to(states.dtype)
         ctx.save_for_backward(dstates, None if dhead is None else dhead.to(head.weight.dtype))
         ctx.mark_non_differentiable(stats)
         return loss, stats

@@ -22,10 +22,10 @@ from torch import Tensor
 from models.checkpoint import ARCHITECTURE, UNREADABLE, drafter_class, load_drafter
 from models.drafter import Drafter, Serving
 from models.errors import EyasError
-from models.files import sync
+from models.files import read_json, sync
 from models.frozen import FrozenTarget
 from models.recognise import Method, method_of_class, recognise
-from models.weight_files import DrafterWeights, check_finite, fill_module
+from models.weight_files import DrafterWeights, check_finite
 
 CONFIG, CARD, TARGET = "config.json", "README.md", "target"
 WEIGHTS = ("model.safetensors", "medusa_lm_head.safetensors")  # the weight files that layouts ask for
@@ -90,7 +90,7 @@ def staged(folder: Path) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             old.rename(folder)
-    _refuse_foreign(folder)
+    refuse_foreign(folder)
     for left in folder.parent.glob(f".{folder.name}.tmp-*"):
         if left == temporary or not _alive(left.name.rpartition("-")[2]):  # this number again: common in containers
             shutil.rmtree(left, ignore_errors=True)
@@ -120,7 +120,8 @@ def _alive(pid: str) -> bool:
     return True
 
 
-def _refuse_foreign(folder: Path) -> None:
+def refuse_foreign(folder: Path) -> None:
+    """Raise EyasError for a folder that holds anything but an export, which no other may replace."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -197,12 +198,9 @@ def method_of(folder: Path | str) -> Method:
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a serving folder."""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_json(folder / CONFIG)
+    except EyasError as error:
         raise EyasError(f"{folder}: not a serving folder with {CONFIG} and weights ({error})") from error
-    if not isinstance(config, dict):
-        raise EyasError(f"{folder / CONFIG}: must hold a JSON object")
-    return config
 
 
 def _build(folder: Path, target: Mapping[str, Any] | None) -> tuple[Drafter, dict[str, Tensor], dict[str, Any]]:
@@ -212,25 +210,13 @@ def _build(folder: Path, target: Mapping[str, Any] | None) -> tuple[Drafter, dic
         weights = DrafterWeights(folder)
         found = recognise(config, weights.names)
         cls = drafter_class(found.method.drafter)
-        if found.method.name == "mtp" and (carried := _carried(cls, folder)) is not None:
+        if (carried := cls.from_target(folder)) is not None:
             return carried.eval(), {}, config
         tensors = weights.read(found.names)
         for name, tensor in tensors.items():
             check_finite(name, tensor)
         own = {found.names[name]: tensor for name, tensor in tensors.items()}
         return cls.from_serving(own, config, target).eval(), tensors, config
-
-
-def _carried(cls: type[Drafter], folder: Path) -> Drafter | None:
-    """The drafter of the MTP modules of a target's own folder; None if the folder is no target's."""
-    from models.mtp_serving import carries_mtp, open_carried
-
-    if not carries_mtp(folder):
-        return None
-    architecture, vocab, weights = open_carried(folder)
-    drafter = cls.from_architecture(architecture, vocab)
-    fill_module(drafter, weights)
-    return drafter
 
 
 @contextmanager

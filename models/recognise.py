@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.errors import EyasError
+from models.mtp_names import modules_among
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,10 @@ ARCHITECTURES = (
 )
 MEDUSA = re.compile(r"(?:\d+\.\d+\.(?:linear\.)?(?:weight|bias)|blocks\.\d+\.layers\.\d+\.(?:weight|bias))")
 MEDUSA_PREFIX = re.compile(r"medusa_heads?\.")
-MTP_OWN = re.compile(r"(?:.*\.)?(?:mtp|mtp_layers\.\d+)\..+")  # Qwen3-Next and Qwen3.5; MiMo
-MTP_LAYER = re.compile(
-    r"((?:.*\.)?layers\.\d+\.)(?:enorm|hnorm|eh_proj)\.weight"
-)  # DeepSeek: behind the target's layers
 
 NEEDED = (
     "EAGLE-3 (midlayer.*, or layers.0.* with hidden_norm), EAGLE-1 (fc.weight, layers.0.* without), "
-    "Medusa (0.0.linear.weight or blocks.0.layers.0.weight), MTP (mtp.*, mtp_layers.0.* or layers.N.eh_proj)"
+    "Medusa (0.0.linear.weight or blocks.0.layers.0.weight), MTP (mtp.layers.0.*, mtp_layers.0.* or layers.N.eh_proj)"
 )
 
 
@@ -71,6 +68,14 @@ def method_of_class(cls: type) -> Method:
             if method.drafter == f"{base.__module__}.{base.__qualname__}":
                 return method
     raise EyasError(f"{cls.__name__}: not of a method that is read back ({', '.join(METHODS)})")
+
+
+def title_of(cls: type) -> str:
+    """What a drafter class is called in messages: its method's title, where it has an entry."""
+    try:
+        return method_of_class(cls).title
+    except EyasError:
+        return cls.__name__.removesuffix("Drafter")
 
 
 def recognise(config: Mapping[str, Any], names: Iterable[str]) -> Found:
@@ -105,7 +110,7 @@ def _by_names(names: list[str]) -> str | None:
     bare = {name.removeprefix("model.") for name in names}
     if any(MEDUSA.fullmatch(MEDUSA_PREFIX.sub("", name)) for name in names):
         return "medusa"
-    if any(MTP_OWN.fullmatch(name) or MTP_LAYER.fullmatch(name) for name in names):
+    if modules_among(names) is not None:
         return "mtp"
     if "layers.0.hidden_norm.weight" in bare or any(name.startswith("midlayer.") for name in bare):
         return "eagle3"
@@ -128,7 +133,6 @@ def _own_names(method: str, names: list[str]) -> dict[str, str]:
 
 def _mtp_names(names: list[str]) -> list[str]:
     """Of a target that carries modules (its embedding lies beside them), those of the modules; all of other folders."""
-    layers = {match[1] for name in names if (match := MTP_LAYER.fullmatch(name))}
-    inside = [name for name in names if MTP_OWN.fullmatch(name) or name.startswith(tuple(layers))]
+    _, inside = modules_among(names) or (None, names)
     beside = set(names) - set(inside)
     return inside if any(name.endswith("embed_tokens.weight") for name in beside) else names

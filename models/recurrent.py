@@ -128,6 +128,16 @@ class RecurrentDrafter(Drafter):
 
     config: LayerConfig
     rotary: LlamaRotaryEmbedding
+    fc: nn.Linear  # makes the feature, or joins it with the embedding; the feature, or the last tap, comes last
+
+    @torch.no_grad()
+    def start(self, seed: int, *, pass_on: bool) -> None:
+        """All linear weights random from ``seed``; ``pass_on``: but fc, which hands on the last H of what it reads."""
+        random_linears(self, torch.Generator().manual_seed(seed))
+        if pass_on:
+            hidden = self.config.hidden_size
+            self.fc.weight.zero_()
+            self.fc.weight[:, -hidden:] = torch.eye(hidden)
 
     # --- what a method says ---
 
@@ -206,10 +216,6 @@ class RecurrentDrafter(Drafter):
         return torch.cat(states)
 
     # --- drafting ---
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.config.hidden_size
 
     @property
     def max_positions(self) -> int:

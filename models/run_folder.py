@@ -6,13 +6,16 @@ import hashlib
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"  # of a checkpoint; lists a digest of each of its files
-BEST = "best.json"  # which checkpoint has the best simulated tau
+BEST = "best.json"  # which checkpoint has the best tau (train.tau: simulated or measured)
+CONFIG = "config.yaml"  # the configuration that a run was begun with
+STAGES = "stages.json"  # what evaluation and export were made from
+REPORT = "report.json"  # what ``python -m eval`` leaves
 
 log = logging.getLogger(__name__)
-CONFIG = "config.yaml"  # the configuration that a run was begun with
 
 
 def best_checkpoint(run_dir: Path) -> Path | None:
@@ -59,6 +62,14 @@ def is_whole(folder: Path) -> bool:
         return all(file_digest(folder / name) == digest for name, digest in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def read_notes(path: Path) -> dict[str, Any]:
+    """A JSON object that a run or a sweep notes things down in; an empty one where there is none, or a damaged one."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def file_digest(path: Path) -> str:

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from models.drafter import Serving
 from models.errors import EyasError
-from models.load_frozen import WeightFiles
+from models.files import read_json
+from models.load_frozen import WeightFiles, read_header
 from models.mtp_names import bare
-from models.mtp_serving import COUNTS, carried_modules, carried_names, read_json, text_config
+from models.mtp_serving import COUNTS, carried_modules, carried_names, text_config
 from models.portable import cast_tensor, staged
+from models.weight_files import copy_rest
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")  # without modules
 
 
 def stitch_drafter(target: Path | str, served: Serving, out: Path | str, dtype: torch.dtype) -> Path:
@@ -69,7 +70,7 @@ def stitch(
         where = _write_weights(weights.files, dropped, tensors, temporary)
         _write_json(temporary / INDEX, where)
         _write_json(temporary / CONFIG, _changed(config, config_changes))
-        _copy_rest(target, temporary)
+        copy_rest(target, temporary)  # but for weights in other formats, which have no modules
         _check(
             temporary, tensors, set(weights) - dropped, text | {k: v for k, v in config_changes.items() if k in COUNTS}
         )
@@ -81,16 +82,16 @@ def _write_weights(files: list[Path], dropped: set[str], tensors: Mapping[str, T
     where: dict[str, str] = {}
     size = sum(tensor.nbytes for tensor in tensors.values())
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            names, metadata = list(file.keys()), file.metadata()
-            kept = [name for name in names if name not in dropped]
-            size += sum(_nbytes(file, name) for name in kept)
-            new = out / ("model-target.safetensors" if path.name == SINGLE else path.name)
-            if kept and len(kept) < len(names):
-                save_file({name: file.get_tensor(name) for name in kept}, new, metadata=metadata)
-                shutil.copymode(path, new)
-        if len(kept) == len(names):
+        header = read_header(path)[0]
+        kept = [name for name in header if name not in dropped]
+        size += sum(end - begin for begin, end in (header[name]["data_offsets"] for name in kept))
+        new = out / ("model-target.safetensors" if path.name == SINGLE else path.name)
+        if len(kept) == len(header):
             _link(path, new)
+        elif kept:
+            with safe_open(path, framework="pt") as file:
+                save_file({name: file.get_tensor(name) for name in kept}, new, metadata=file.metadata())
+            shutil.copymode(path, new)
         where |= dict.fromkeys(kept, new.name)
     name, number = "model-mtp.safetensors", 1
     while (out / name).exists():  # a target that was stitched before, with other tensors in that shard
@@ -100,22 +101,6 @@ def _write_weights(files: list[Path], dropped: set[str], tensors: Mapping[str, T
     )
     shutil.copymode(files[0], out / name)
     return {"metadata": {"total_size": size}, "weight_map": where | dict.fromkeys(tensors, name)}
-
-
-def _nbytes(file: Any, name: str) -> int:
-    part = file.get_slice(name)
-    count = 1
-    for length in part.get_shape():
-        count *= length
-    return count * SIZES[part.get_dtype()]
-
-
-SIZES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
-}
 
 
 def _link(path: Path, new: Path) -> None:
@@ -139,13 +124,6 @@ def _changed(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
         return kept | others | counts
     inner = {key: value for key, value in nested.items() if key not in COUNTS}
     return kept | others | {"text_config": inner | counts}
-
-
-def _copy_rest(target: Path, out: Path) -> None:
-    for path in sorted(target.iterdir()):
-        skip = path.name.startswith(".") or path.name.endswith(OTHER_WEIGHTS) or (out / path.name).exists()
-        if path.is_file() and not skip:
-            shutil.copy2(path, out / path.name)
 
 
 def _check(folder: Path, tensors: Mapping[str, Tensor], own: set[str], text: Mapping[str, Any]) -> None:

@@ -1,8 +1,4 @@
-"""The frozen target: tapped forwards for training, cached steps for verification.
-
-Tap ids are boundary ids: tap i is the state entering decoder layer i (HF ``hidden_states[i]``), 0 the embedding's
-output; id L is the state leaving the last layer, before the final norm.
-"""
+"""The frozen target: tapped forwards for training (models/taps.py), cached steps for verification."""
 
 from __future__ import annotations
 
@@ -38,6 +34,7 @@ from models.load_frozen import (
 from models.packed import pack_linears
 from models.pypi import resolve
 from models.quantize import check_head, loading_options
+from models.taps import check_taps, default_taps
 
 LOGITS_AT_ONCE = 1 << 24  # logits in memory at a time when scoring many tokens (64 MiB of float32)
 # Rope types whose frequencies depend on the longest row of a batch.
@@ -55,34 +52,6 @@ class Features(NamedTuple):
     final: Tensor
     lse: Tensor
     top1: Tensor
-
-
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Boundary ids (2, L//2, L-3), the serving engines' default, for L >= 7.
-
-    Shallower targets have no three distinct ids of that form. Then: (1, L//2, L-1) for L = 4..6, (0, 1, 2) for L = 2
-    and 3, and the two ids there are, (0, 1), for L = 1.
-    """
-    if num_layers < 1:
-        raise EyasError(f"target: {num_layers} decoder layers")
-    if num_layers >= 7:
-        return 2, num_layers // 2, num_layers - 3
-    if num_layers >= 4:
-        return 1, num_layers // 2, num_layers - 1
-    return tuple(range(min(3, num_layers + 1)))
-
-
-def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """``taps`` as a tuple. Raises EyasError unless they are distinct ascending boundary ids 0..L (or none, for methods
-    that read only the final state)."""
-    ids = tuple(taps)
-    whole = all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-    if not whole or list(ids) != sorted(set(ids)) or any(not 0 <= i <= num_layers for i in ids):
-        raise EyasError(
-            f"target.taps={list(ids)}: give distinct ascending boundary ids within 0..{num_layers} "
-            f"(i = the state entering layer i), for example {list(default_taps(num_layers))}"
-        )
-    return ids
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int] | set[int]) -> list[int]:
@@ -214,7 +183,7 @@ class Target:
             self._check_ids(row)
         taps, final = self.live(ids)
         lengths = [row.numel() for row in ids]
-        parts = (taps, final, *self._score(final))
+        parts = (taps, final, *self.score(final))
         return [Features(*row) for row in zip(*(part.split(lengths) for part in parts), strict=True)]
 
     def live(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -298,7 +267,7 @@ class Target:
         """States after the final norm [N, H] -> logits [N, V] float32."""
         return cap_logits(self.head(final).float(), self.scale, self.softcap)
 
-    def _score(self, final: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, final: Tensor) -> tuple[Tensor, Tensor]:
         """lse [N] and top1 [N] of states [N, H], a few rows at a time.
 
         lse is that of float32 products, as the teacher (models/frozen.py) makes them again: with logits rounded to

@@ -1,4 +1,4 @@
-"""Weight files of drafters, whoever wrote them: which tensors a folder holds, and how they get into a module.
+"""Weight files, whoever wrote them: which tensors a drafter's folder holds, and how they get into a module.
 
 Safetensors, in one file or in shards, are read lazily. Where a folder has only PyTorch's own format (``.bin``, ``.pt``:
 the official EAGLE and Medusa checkpoints), it is unpickled with ``weights_only``, which runs no code.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ FILES = (
 )
 BROKEN = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 PATTERNS = ("*.safetensors", "*.bin", "*.pt")  # under another name, where there is only one such file
+# How weights of any format end, and lists of what is in them.
+ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
 
 
 class DrafterWeights:
@@ -40,15 +43,9 @@ class DrafterWeights:
         first = find_weights(folder)
         try:
             self.files = self._shards(first) if first.name.endswith(".json") else self._single(first)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RuntimeError,
-            SafetensorError,
-            pickle.UnpicklingError,
-        ) as error:
+        except EyasError:
+            raise
+        except BROKEN as error:
             raise EyasError(f"{first}: not a readable weight file ({_first_line(error)})") from error
 
     @property
@@ -93,6 +90,15 @@ def find_weights(folder: Path) -> Path:
         if found:
             raise EyasError(f"{folder}: holds {len(found)} {pattern} files and no index that says what each is")
     raise EyasError(f"{folder}: holds no weights ({', '.join(name for name in FILES if 'index' not in name)})")
+
+
+def copy_rest(source: Path, out: Path) -> None:
+    """Copy what lies in a model's folder beside its weights: tokenizer, generation config, licence. What ``out`` has of
+    the same name stays."""
+    for path in sorted(source.iterdir()):
+        skip = path.name.startswith(".") or path.name.endswith(ENDINGS) or (out / path.name).exists()
+        if path.is_file() and not skip:
+            shutil.copy2(path, out / path.name)
 
 
 def _names(path: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +31,19 @@ class TargetBeside:
 
     def check(self, drafter: Drafter) -> None:
         """Raise EyasError if the drafter can't be carried by a target."""
-        from models.recognise import method_of_class
+        if self.stitched and not drafter.carried_by_target:
+            from models.recognise import title_of
 
-        if self.stitched and method_of_class(type(drafter)).name != "mtp":
-            raise EyasError(f"export.stitch=true: targets carry MTP modules; a {type(drafter).__name__} stays outside")
+            raise EyasError(f"export.stitch=true: targets carry MTP modules; {title_of(type(drafter))} stays outside")
+
+    def note(self, served: Serving) -> Serving:
+        """The drafter, whose config then says so if only a tuned target goes with it."""
+        from models.tuned import as_model
+
+        if self.checkpoint is None:
+            return served
+        told = {**served.config.get("eyas", {}), "target": as_model(self.checkpoint)}
+        return replace(served, config=served.config | {"eyas": told})
 
     def write_tuned(self, export: Path) -> FrozenTarget | None:
         """Write the tuned target into ``export``; what drafters read of it, read back. None if there is none."""

@@ -14,9 +14,9 @@ from models.drafter import Drafter
 from models.portable import TARGET
 from models.recognise import METHODS, Method
 from scripts.rescore import Rescored
+from scripts.starting import Export, starting
 
-MIMO_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # layers that vLLM's class for MiMo's modules computes
-MIMO_OVERRIDES = {"num_nextn_predict_layers": 1}
+LEVELS = 4  # drafted at a time, where none were measured
 UNITS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -24,15 +24,19 @@ UNITS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 class About:
     """What the card tells besides the folder's config: names as the user gave them, and a report of ``python -m eval``
     on this drafter alone (see `of_drafter`; None: nothing was measured). ``target_path`` is what an engine is given to
-    load. tuned: the target was trained along, and lies in the export's target/; stitched: a copy of the target that
-    carries the modules lies there."""
+    load, where that differs from ``target``. tuned: the target was trained along, and lies in the export's target/;
+    stitched: a copy of the target that carries the modules lies there."""
 
     target: str
-    target_path: str
-    data: str | None
-    report: Mapping[str, Any] | None
+    target_path: str | None = None
+    data: str | None = None
+    report: Mapping[str, Any] | None = None
     tuned: bool = False
     stitched: bool = False
+
+    @property
+    def served(self) -> str:
+        return self.target_path or self.target
 
 
 def model_card(folder: Path, config: Mapping[str, Any], about: About, proof: Rescored, drafter: Drafter) -> str:
@@ -133,81 +137,13 @@ def named(title: str, lines: Iterable[tuple[str, list[str]]]) -> Iterator[tuple[
 
 
 def serving(method: Method, folder: Path, config: Mapping[str, Any], about: About, drafter: Drafter) -> Iterator[str]:
-    """How engines are started with it, or that none serves it."""
-    target = str(folder / TARGET) if about.tuned or about.stitched else about.target_path
-    depth = min(gamma(about.report), drafter.max_depth or 99)
-    if method.name == "medusa":
-        depth = drafter.max_depth or depth  # vLLM drafts a token with each head, however many are asked for
-    if method.name == "mtp":
-        yield from serving_mtp(folder, config, about, depth)
-    elif config["eyas"]["layout"] == "fasterdecoding":
-        yield (
-            "The layout of the Medusa authors' own code, whose model class loads the folder. For vLLM export with "
-            "`export.layout=vllm`."
-        )
-    else:
-        yield "vLLM (name the method, do not leave it to be guessed from the path)" + (
-            ", up to 0.32, the last version that has Medusa; nothing in the path may begin with `eagle-`:"
-            if method.name == "medusa"
-            else ":"
-        )
-        speculative = {"method": method.vllm, "model": str(folder), "num_speculative_tokens": depth}
-        yield code(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)])
-        yield from serving_sglang(method, folder, config, target, depth, drafter)
-    yield f"Measure it: `{measuring(folder)}`."
-
-
-def serving_mtp(folder: Path, config: Mapping[str, Any], about: About, depth: int) -> Iterator[str]:
-    """vLLM loads a MiMo-style module of a plain layer by itself; others are found in the target, if its family has a
-    class."""
-    family, layout = str(config["model_type"]), config["eyas"]["layout"]
-    if layout == "mimo" and config["num_nextn_predict_layers"] == 1 and family in MIMO_LIKE:
-        yield "vLLM, which must be told that the target has a module:"
-        speculative = {"method": "mtp", "model": str(folder), "num_speculative_tokens": depth}
-        options = ["--hf-overrides", json.dumps(MIMO_OVERRIDES), "--speculative-config", json.dumps(speculative)]
-        yield code(["vllm", "serve", about.target_path, *options])
-    elif not family.startswith(("deepseek", "glm4_moe", "qwen3_next", "qwen3_5")):
-        yield f"No engine has MTP for a {family} target, so far."
-    elif not about.stitched:
-        yield (
-            "Engines find these MTP modules in the target. `export.stitch=true` writes a copy of the target that "
-            "carries them."
-        )
-    else:
-        yield f"vLLM, from the copy of the target in `{TARGET}/`, which carries the modules:"
-        speculative = {"method": "mtp", "num_speculative_tokens": depth}
-        yield code(["vllm", "serve", str(folder / TARGET), "--speculative-config", json.dumps(speculative)])
-
-
-def serving_sglang(
-    method: Method, folder: Path, config: Mapping[str, Any], target: str, depth: int, drafter: Drafter
-) -> Iterator[str]:
-    if method.sglang is None:
-        yield f"SGLang has no {method.title}."
-        return
-    if method.name == "eagle3" and len(drafter.tap_ids) == 1:
-        yield "SGLang can't serve this drafter: it skips the projection of a single tapped state."
-        return
-    yield "SGLang, the same chain:"
-    options = {
-        "--model-path": target,
-        "--speculative-algorithm": method.sglang,
-        "--speculative-draft-model-path": str(folder),
-        "--speculative-num-steps": str(depth),
-        "--speculative-eagle-topk": "1",
-        "--speculative-num-draft-tokens": str(depth + 1),
-        "--dtype": config["dtype"],
-    }
-    yield code(["python", "-m", "sglang.launch_server", *(part for pair in options.items() for part in pair)])
-
-
-def measuring(folder: Path) -> str:
-    return shlex.join(["python", "-m", "eval", "conf=RECIPE", f"drafter_path={folder}"])
-
-
-def gamma(report: Mapping[str, Any] | None) -> int:
-    """The levels that were measured; 4 if nothing was."""
-    return int(report["drafters"][0]["levels"]) if report else 4
+    """How engines are started with it, or that none serves it, and how it is measured."""
+    beside = str(folder / TARGET)
+    target = beside if about.tuned or about.stitched else about.served
+    bare = about.served if not about.tuned else None if about.stitched else beside
+    levels = int(about.report["drafters"][0]["levels"]) if about.report else LEVELS
+    yield from starting(Export(method, folder, config, target, levels, drafter, about.stitched, bare))
+    yield f"Measure it: `{shlex.join(['python', '-m', 'eval', 'conf=RECIPE', f'drafter_path={folder}'])}`."
 
 
 def flat(report: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -236,7 +172,3 @@ def table(rows: Iterable[tuple[str, ...]]) -> str:
     lines = ["| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in filled]
     width = len(filled[0])
     return "\n".join(["|" + " |" * width, "|" + "---|" * width, *lines])
-
-
-def code(command: list[str]) -> str:
-    return f"```bash\n{shlex.join(command)}\n```"

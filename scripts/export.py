@@ -15,48 +15,45 @@ from typing import TYPE_CHECKING, Any
 from conf.cli import entry
 from conf.schema import Config
 from models.errors import EyasError
+from models.run_folder import REPORT
 from scripts.beside import TargetBeside
 
 if TYPE_CHECKING:
     from models.drafter import Drafter, Serving
     from models.frozen import FrozenTarget
+    from scripts.card import About
 
 log = logging.getLogger(__name__)
-REPORT = "report.json"  # what `python -m eval` leaves in the run's folder
 
 
 def export(
     drafter: Drafter,
     frozen: FrozenTarget,
     folder: Path | str,
+    about: About,
     *,
     dtype: str = "bfloat16",
     layout: str | None = None,
     beside: TargetBeside | None = None,
-    report: dict[str, Any] | None = None,
-    target_name: str,
-    target_path: str | None = None,
-    data: str | None = None,
 ) -> Path:
     """Export ``drafter`` for ``frozen``'s target to ``folder`` and return it.
 
-    dtype: bfloat16, float16 or float32. layout: one of the drafter's layouts, None: its default. beside: a target that
-    is written along. report: what ``python -m eval`` measured, for the model card. target_name: the target as the user
-    knows it; target_path: what an engine loads, where that differs. Raises EyasError, and leaves an earlier export as
-    it is, if the result is not exactly what engines expect and training computed.
+    about: what the model card tells of it. dtype: bfloat16, float16 or float32. layout: one of the drafter's layouts,
+    None: its default. beside: a target that is written along. Raises EyasError, and leaves an earlier export as it is,
+    if the result is not exactly what engines expect and training computed.
     """
     from models.portable import CARD, fill_export, read_config, serve, staged
-    from scripts.card import About, model_card
+    from scripts.card import model_card
     from scripts.rescore import rescore
 
     folder, beside = Path(folder), beside or TargetBeside()
+    about = replace(about, tuned=beside.tuned, stitched=beside.stitched)
     exact = deepcopy(drafter).to("cpu").float().eval()
     exact.check_layout(layout)
     beside.check(exact)
-    about = About(target_name, target_path or target_name, data, report, beside.tuned, beside.stitched)
     with staged(folder) as temporary:
         frozen = beside.write_tuned(temporary) or frozen.to("cpu")
-        served = name_base(serve(exact, frozen, layout), about.target_path)
+        served = beside.note(name_base(serve(exact, frozen, layout), about.served))
         fill_export(served, temporary, dtype)
         proof = rescore(temporary, exact, served, frozen, dtype)
         beside.write_stitched(temporary, served, dtype)
@@ -85,6 +82,7 @@ def run_export(cfg: Config) -> Path:
     from models.pypi import resolve
     from models.run_folder import best_checkpoint
     from models.tuned import tuned
+    from scripts.card import About
 
     assert cfg.output_dir is not None
     run = Path(cfg.output_dir)
@@ -104,13 +102,15 @@ def run_export(cfg: Config) -> Path:
         drafter,
         frozen,
         Path(cfg.export.dir or run / "export"),
+        About(
+            target=cfg.target.path,
+            target_path=target if cfg.target.path.startswith("pypi:") else None,
+            data=None if cfg.drafter_path else describe(cfg.data.path),
+            report=read_report(run, source, cfg.target.path),
+        ),
         dtype=cfg.export.dtype,
         layout=cfg.export.layout,
         beside=TargetBeside(Path(target), source if tuned(source) else None, cfg.export.stitch, how),
-        report=read_report(run, source, cfg.target.path),
-        target_name=cfg.target.path,
-        target_path=target if cfg.target.path.startswith("pypi:") else None,
-        data=None if cfg.drafter_path else describe(cfg.data.path),
     )
 
 

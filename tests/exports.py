@@ -14,6 +14,7 @@ from torch import Tensor
 from models.eagle3 import Eagle3Drafter
 from models.frozen import FrozenTarget
 from models.vocab import DraftVocab
+from scripts.card import About
 from scripts.export import export
 from tests.drafters import TAPS, random_frozen, random_vocab
 
@@ -38,7 +39,7 @@ def make(
 def exported(folder: Path, dtype: str = "float32", **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Export such a drafter; what the two files hold."""
     drafter, frozen = make(**options)
-    export(drafter, frozen, folder, dtype=dtype, target_name="acme/target")
+    export(drafter, frozen, folder, About("acme/target"), dtype=dtype)
     return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 
 

@@ -17,7 +17,7 @@ from models.frozen import FrozenTarget
 from models.medusa import MedusaDrafter
 from models.mtp import MtpDrafter
 from models.parallel_heads import ParallelHeadsDrafter
-from models.target import default_taps
+from models.taps import default_taps
 from models.vocab import DraftVocab
 from tests.drafters import randomise
 

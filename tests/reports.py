@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -48,6 +48,7 @@ class Fake:
     nodes: int
     alpha: tuple[float, float]
     draft_ms: float
+    target: Mapping[str, Any] | None = None  # of one that was trained together with its target
 
 
 FAKES = (
@@ -55,6 +56,8 @@ FAKES = (
     Fake("SmolLM2-135M", "model", "HuggingFaceTB/SmolLM2-135M-Instruct", "chain", 5, 5, (0.75, 0.6), 9.0),
     Fake("ngram", "ngram", None, "chain", 4, 4, (0.5, 0.2), 0.02),
 )
+TUNED = replace(FAKES[0], name="medusa2", target={"kind": "lora", "perplexity": {"before": 7.125, "after": 6.5}})
+EXPORT = replace(TUNED, name="medusa2 (2)", path="outputs/run/export", target={"kind": "whole", "perplexity": None})
 
 
 def token_text(ids: Sequence[int]) -> list[str]:
@@ -193,8 +196,9 @@ class Faker:
         }
 
     def drafter(self, fake: Fake) -> dict[str, Any]:
-        about = {"name": fake.name, "kind": fake.kind, "path": fake.path, "tree": fake.tree}
-        return about | {"levels": fake.levels, "nodes": fake.nodes}
+        about = {"name": fake.name, "kind": fake.kind, "path": fake.path, "tree": fake.tree, "target": fake.target}
+        known = {"draft_vocab": 8192 if fake.kind == "drafter" else None}
+        return about | {"levels": fake.levels, "nodes": fake.nodes} | known
 
     def run(self, fake: Fake, temperature: float, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         mine = of_run(rows, fake.name, temperature)

@@ -67,6 +67,8 @@ def is_drafter(read: Drafter, drafter: Drafter) -> bool:
 
 
 def test_a_tuned_target_lies_beside_its_drafter(tmp_path: Path, target: Path) -> None:
+    for name in ("tf_model.h5", "flax_model.msgpack", "pytorch_model.bin.index.json", ".gitattributes", "LICENSE"):
+        (target / name).write_text("of the original")
     before = digests(target)
     drafter = checkpoint(tmp_path / "checkpoint", target, MedusaDrafter, tuned=True)
     folder = export(tmp_path, target)
@@ -74,8 +76,9 @@ def test_a_tuned_target_lies_beside_its_drafter(tmp_path: Path, target: Path) ->
     assert digests(target) == before
     for name, tensor in weights(folder / "target").items():
         torch.testing.assert_close(tensor, weights(target)[name] + 0.125, rtol=0, atol=1e-6)
-    for name in ("tokenizer.json", "generation_config.json"):
-        assert (folder / "target" / name).exists()
+    beside = {path.name for path in (folder / "target").iterdir()}
+    assert {"tokenizer.json", "generation_config.json", "LICENSE"} <= beside
+    assert not beside & {"tf_model.h5", "flax_model.msgpack", "pytorch_model.bin.index.json", ".gitattributes"}
     assert is_drafter(load_export(folder), drafter)
     card = (folder / "README.md").read_text()
     assert "The target was trained along with it and is another model now" in card
@@ -98,13 +101,16 @@ def test_a_copy_of_the_target_carries_the_modules(tmp_path: Path, target: Path, 
     config = json.loads((folder / "target" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1 and config["model_type"] == "qwen2"
     card = (folder / "README.md").read_text()
-    assert f"""vllm serve {folder / "target"} --speculative-config '{{"method": "mtp", """ in card
+    if tuned:
+        assert "export with `export.stitch=false`" in card and "vllm serve" not in card
+    else:
+        assert f"""vllm serve {target} --hf-overrides '{{"num_nextn_predict_layers": 1}}' --spec""" in card
     assert ("another model now" in card) is tuned
 
 
 def test_only_mtp_modules_are_carried(tmp_path: Path, target: Path) -> None:
     checkpoint(tmp_path / "checkpoint", target, MedusaDrafter, tuned=False)
-    with pytest.raises(EyasError, match=r"export\.stitch=true: targets carry MTP modules; a MedusaDrafter stays"):
+    with pytest.raises(EyasError, match=r"export\.stitch=true: targets carry MTP modules; Medusa stays"):
         export(tmp_path, target, stitch=True)
     assert not (tmp_path / "run" / "export").exists()
 

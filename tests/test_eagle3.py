@@ -156,6 +156,8 @@ def test_dimensions_follow_the_target() -> None:
         Eagle3Config.for_target(TINY, TAPS, num_key_value_heads=3)
     with pytest.raises(EyasError, match="exclude each other"):
         Eagle3Config.for_target(TINY, TAPS, fc_norm=True, norm_before_fc=True)
+    with pytest.raises(EyasError, match=r"target\.taps=\[\]: EAGLE-3 reads tapped states"):
+        Eagle3Config.for_target(TINY, ())
 
 
 def test_same_seed_same_drafter() -> None:

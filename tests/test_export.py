@@ -23,7 +23,7 @@ from models.errors import EyasError
 from models.load_frozen import load_frozen
 from models.portable import check_export, load_export, serve
 from models.vocab import DraftVocab
-from scripts.card import of_drafter
+from scripts.card import About, of_drafter
 from scripts.engines.eagle3 import Eagle3Engine
 from scripts.export import export, run_export
 from scripts.rescore import rescore
@@ -124,7 +124,7 @@ def test_boundary_1_of_a_deepseek_target_is_refused() -> None:
 def test_tensors_and_draft_vocabulary(tmp_path: Path, dtype: str) -> None:
     drafter, frozen = make()
     drafter.vocab = DraftVocab(torch.tensor([0, 3, 4, 9, *range(20, 27), 39]), 40)
-    export(drafter, frozen, tmp_path / "out", dtype=dtype, target_name="t")
+    export(drafter, frozen, tmp_path / "out", About("t"), dtype=dtype)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: list(t.shape) for name, t in tensors.items()} == {
         "fc.weight": [32, 96],
@@ -204,7 +204,7 @@ def test_rope_reaches_readers_as_trained(tmp_path: Path, rope: dict[str, Any]) -
 @pytest.mark.parametrize("flags", [{}, {"norm_before_fc": True}, {"fc_norm": True}, {"norm_output": True}], ids=str)
 def test_engine_unroll_and_session_agree(tmp_path: Path, flags: dict[str, Any], dtype: str) -> None:
     drafter, frozen = make(**flags)
-    export(drafter, frozen, tmp_path / "out", dtype=dtype, target_name="t")
+    export(drafter, frozen, tmp_path / "out", About("t"), dtype=dtype)
     proof = rescore(tmp_path / "out", drafter, serve(drafter, frozen), frozen, dtype)
     assert proof.engine < 2e-5
     assert proof.top1 == 1.0 if dtype == "float32" else proof.top1 > 0.9
@@ -241,7 +241,7 @@ def test_unlike_engines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     drafter, frozen = make()
     monkeypatch.setattr(Eagle3Drafter, "rope", lambda self, heads, positions: heads)
     with pytest.raises(EyasError, match="an engine's logits would differ"):
-        export(drafter, frozen, tmp_path / "out", dtype="float32", target_name="t")
+        export(drafter, frozen, tmp_path / "out", About("t"), dtype="float32")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -291,7 +291,7 @@ def test_card_states_switches_and_commands(tmp_path: Path) -> None:
     whole["drafters"][0]["levels"] = 5
     report = of_drafter(whole, tmp_path)
     assert report is not None
-    export(drafter, frozen, tmp_path / "out", target_name="acme/target", report=report, data="chats.json")
+    export(drafter, frozen, tmp_path / "out", About("acme/target", report=report, data="chats.json"))
     card = (tmp_path / "out" / "README.md").read_text()
     taus = " | ".join(f"{run['acceptance']['tau']:.3f}" for run in whole["runs"][:2])
     for line in (
@@ -310,7 +310,7 @@ def test_card_states_switches_and_commands(tmp_path: Path) -> None:
         """"num_speculative_tokens": 5}'""",
     ):
         assert line in card
-    export(drafter, frozen, tmp_path / "out", target_name="acme/target")
+    export(drafter, frozen, tmp_path / "out", About("acme/target"))
     assert "Not measured" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -331,7 +331,7 @@ def test_a_report_is_narrowed_to_the_exported_drafter(tmp_path: Path) -> None:
 
 def test_a_single_tap_is_not_for_sglang(tmp_path: Path) -> None:
     drafter, frozen = make(taps=(5,))
-    export(drafter, frozen, tmp_path / "out", target_name="t")
+    export(drafter, frozen, tmp_path / "out", About("t"))
     card = (tmp_path / "out" / "README.md").read_text()
     assert "SGLang can't serve" in card and "sglang.launch_server" not in card
 

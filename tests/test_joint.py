@@ -250,6 +250,19 @@ def test_what_is_read_without_gradient_are_the_weights_of_now(folder: Path) -> N
         optimizer.step()
 
 
+def test_the_teacher_is_exact_under_autocast(folder: Path) -> None:
+    """The draft vocabulary is a third of the target's: the mass inside tells whether lse fits the teacher's logits."""
+    model, batch = made(folder), tokens(5)
+    frozen = model.target.frozen()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        score = model(batch, frozen, spec())
+        taps, final = model.target.live(batch.input_ids.split(list(LENGTHS)))
+    probs = (final.double() @ frozen.head.double().T).softmax(-1)[:, model.drafter.vocab.ids].sum(-1)
+    k, s = score.slots.rows()
+    wanted = torch.zeros(DEPTHS, dtype=torch.float64).index_add_(0, k, probs[score.slots.index[s] + 1 + k])
+    torch.testing.assert_close(score.mass, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_copies_of_a_drafter_leave_the_target_alone(folder: Path) -> None:
     """Measuring in the middle of training drafts with a copy, whose weights are frozen."""
     model = made(folder)

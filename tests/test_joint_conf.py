@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from conf.rules import OVERLAP_ONLY
 from conf.schema import Config, JointConfig
 from conf.validate import notes, validate
+from data.__main__ import main
 from models import objective
 from models.eagle3 import Eagle3Drafter
 from models.errors import EyasError
@@ -20,6 +23,7 @@ from tests.test_mistakes import whole
 from train.drift import settle_config
 
 EAGLE3 = {"_target_": "models.eagle3.Eagle3Drafter"}
+LIVE = "a target that is trained along (joint.backbone) runs in the training loop"
 
 
 def told(**changes: Any) -> list[str]:
@@ -52,7 +56,7 @@ def told(**changes: Any) -> list[str]:
         ({"train__tau": "guessed"}, "train.tau=guessed: must be one of simulated, measured"),
         ({"train__tau_prompts": 0}, "train.tau_prompts=0: must be at least 1"),
         ({"train__patience": 0}, "train.patience=0: must be at least 1"),
-        ({"export__layout": "pickle"}, "export.layout=pickle: a Eagle3Drafter is written as vllm"),
+        ({"export__layout": "pickle"}, "export.layout=pickle: EAGLE-3 is written as vllm"),
     ],
 )
 def test_impossible_values_name_their_key(changes: dict[str, Any], words: str) -> None:
@@ -66,6 +70,9 @@ def test_possible_ones_pass_without_a_word() -> None:
     assert told(**lora, joint__weight=0.0, joint__warmup=8.0, train__steps=9) == []
     assert told(joint__backbone="full", joint__warmup=0.5, joint__lr=1e-4) == []
     assert told(train__tau="measured", train__tau_prompts=2, train__patience=3) == []
+    held_out = {"data__valid_fraction": 0.0, "data__valid_path": "v.json"}
+    cfg = whole(drafter=EAGLE3, train__patience=3, **held_out)
+    assert notes(cfg, ["train.patience=3"]) == []
     assert told(train__loss="nll", train__top_k=10, train__top_k_weight=0.5, export__layout="vllm") == []
 
 
@@ -77,6 +84,14 @@ def test_possible_ones_pass_without_a_word() -> None:
         ({"joint__dropout": 0.5, "joint__backbone": "full"}, "joint.backbone is not lora"),
         ({"train__top_k_weight": 0.5}, "train.top_k is 0"),
         ({"train__tau_prompts": 3}, "train.tau is not measured"),
+        *(
+            ({key: given, "joint__backbone": "lora"}, LIVE)
+            for key, given in (("features", "online"), ("store__dir", "x"), ("store__dtype", "float32"))
+        ),
+        *(
+            ({key: given, "data__valid_fraction": 0.0}, "nothing is held out (data.valid_fraction=0)")
+            for key, given in (("train__tau", "measured"), ("train__patience", 2))
+        ),
     ],
 )
 def test_keys_without_effect_are_told(changes: dict[str, Any], words: str) -> None:
@@ -86,6 +101,14 @@ def test_keys_without_effect_are_told(changes: dict[str, Any], words: str) -> No
 
 def test_the_adapters_keys_are_those_that_adapters_read() -> None:
     assert set(LORA_KEYS) <= {f.name for f in fields(JointConfig)}
+
+
+def test_no_features_are_dumped_for_a_target_that_is_trained_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backbone, dumped in (("lora", False), ("none", True)):
+        typed = ["data", "conf=debug", f"joint.backbone={backbone}", "device=cpu", "preview=0"]
+        monkeypatch.setattr(sys, "argv", typed)
+        main()
+        assert Path("outputs/features").exists() is dumped
 
 
 # --- losses that see the overlap alone ---

@@ -63,6 +63,7 @@ def test_a_file_where_a_folder_is_to_be_written_is_refused_before_any_work(tmp_p
         with pytest.raises(EyasError, match=f"{key}={tmp_path}/file{below}: {tmp_path}/file is a file"):
             check_outputs(cfg, "train")
     check_outputs(whole(store__dir=f"{tmp_path}/file"), "eval")  # which writes no features
+    check_outputs(whole(store__dir=f"{tmp_path}/file", joint__backbone="lora"), "train")  # which keeps none
     check_outputs(whole(output_dir=f"{tmp_path}/new/one"), "train")
     assert not (tmp_path / "new").exists()
 

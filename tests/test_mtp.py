@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 
+from conf.options import check_drafter
 from models.batch import Batch, Slots, slots_of
 from models.errors import EyasError
 from models.frozen import FrozenTarget
@@ -245,11 +246,11 @@ def test_what_is_served_is_read_back(layout: str | None) -> None:
 def test_options_that_cannot_be() -> None:
     for options, message in (
         ({"num_modules": 0}, "num_modules=0: must be at least 1"),
-        ({"init": "zero"}, "init=zero: must be one of last_layer, random, carried"),
+        ({"init": "zero"}, "init=zero: must be last_layer or random or carried"),
         ({"init_temper": 0.0}, "init_temper=0.0: must be above 0"),
     ):
         with pytest.raises(EyasError, match=message):
-            MtpDrafter.check_options(options)
+            check_drafter({"_target_": "models.mtp.MtpDrafter", **options})
     drafter, frozen = made("llama", 3)
     with pytest.raises(EyasError, match="3 modules"):
         drafter.unroll(text(frozen, [12]), slots_of(text(frozen, [12]), 4), frozen)

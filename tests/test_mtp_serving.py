@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.drafter import Serving
+from models.drafter import NotServed, Serving
 from models.errors import EyasError
 from models.load_frozen import WeightFiles, load_frozen
 from models.mtp import MtpDrafter
@@ -169,7 +169,10 @@ def test_layouts_that_would_be_computed_otherwise_are_refused(tmp_path: Path) ->
         written(drafter, "vllm")
     other = drafter.architecture()
     other["config"] = other["config"] | {"model_type": "granite"}
-    with pytest.raises(EyasError, match=r"export.layout=mimo: .* not one of granite"):
+    with pytest.raises(EyasError, match=r"export.layout=mimo: .* not one of granite") as refused:
+        write_mtp(drafter.state_dict(), other, drafter.vocab, other["config"], "mimo")
+    assert not isinstance(refused.value, NotServed)
+    with pytest.raises(NotServed, match=r"no serving layout for a granite target: "):
         write_mtp(drafter.state_dict(), other, drafter.vocab, other["config"])
     with pytest.raises(EyasError, match="made for 63 tokens, the target has 64"):
         write_mtp(drafter.state_dict(), drafter.architecture(), DraftVocab.full(63), drafter.config.config)

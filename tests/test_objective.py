@@ -321,19 +321,41 @@ def test_unknown_settings_name_their_key(bad: dict[str, object]) -> None:
         Objective(**bad)  # type: ignore[arg-type]
 
 
-def test_thinned_slots_give_an_unbiased_loss() -> None:
-    """Keeping a slot at depth k with probability r^k and weighting it by r^-k leaves the expected loss as it is."""
+THINNED: list[dict[str, Any]] = [
+    {"decay": 0.8},
+    {"depth_weights": "dpace"},
+    {"loss": "expected_length"},
+    {"loss": "lk", "depth_weights": "dpace", "top_k": 3},
+]
+
+
+@pytest.mark.parametrize("options", THINNED)
+def test_thinned_slots_give_an_unbiased_gradient(options: dict[str, Any]) -> None:
+    """Keeping a slot at depth k with probability r^k and weighting it by r^-k leaves loss and gradients, summed by
+    depth, as expected."""
     frozen, vocab = random_frozen(1), random_vocab(40, 17)
     batch = random_batch(frozen, [60], supervised=torch.ones(60, dtype=torch.bool))
-    slots = slots_of(batch, DEPTHS)
+    slots, draws = slots_of(batch, DEPTHS), 300
     states = torch.randn(int(slots.valid.sum()), 32, generator=torch.Generator().manual_seed(0))
-    teacher = frozen.teacher(batch, vocab)
-    whole = float(Objective(decay=0.8)(states, DraftHead(frozen.head[vocab.ids]), slots, teacher).loss_sum)
-    objective, losses = Objective(decay=0.8, depth_keep=0.6), []
-    for seed in range(300):
+    head, teacher = DraftHead(frozen.head[vocab.ids]), frozen.teacher(batch, vocab)
+    direction = torch.randn(32, generator=torch.Generator().manual_seed(1))
+
+    def found(objective: Objective, some: Slots) -> Tensor:
+        """The loss, and the gradient along a direction summed over the slots of each depth."""
+        kept = states[some.valid[slots.valid]].requires_grad_()
+        loss = objective(kept, head, some, teacher).loss_sum
+        loss.backward()
+        assert kept.grad is not None
+        along = kept.grad @ direction
+        return torch.cat([loss.detach()[None], torch.stack([part.sum() for part in along.split(some.counts)])])
+
+    whole = found(Objective(**options), slots)
+    objective, rows = Objective(**options, depth_keep=0.6), []
+    for seed in range(draws):
         some = slots.thinned(0.6, seed)
         assert bool((some.valid[1:] <= some.valid[:-1]).all()) and torch.equal(some.valid[0], slots.valid[0])
-        kept = states[some.valid[slots.valid]]
-        losses.append(float(objective(kept, DraftHead(frozen.head[vocab.ids]), some, teacher).loss_sum))
-    mean, error = float(torch.tensor(losses).mean()), float(torch.tensor(losses).std()) / 300**0.5
-    assert error < 0.01 * whole and abs(mean - whole) < 4 * error  # 4 standard errors: false alarm 6e-5
+        rows.append(found(objective, some))
+    table = torch.stack(rows)
+    error = table.std(0) / draws**0.5
+    assert error[0] < 0.02 * whole[0].abs()
+    assert bool(((table.mean(0) - whole).abs() < 4 * error + 1e-5).all())  # false alarm 6e-5 a number, 20 numbers

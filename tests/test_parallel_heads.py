@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from conf.options import check_drafter
 from models.batch import Batch, slots_of
 from models.errors import EyasError
 from models.frozen import FrozenTarget
@@ -27,7 +28,7 @@ def text(frozen: FrozenTarget, lengths: list[int]) -> Batch:
 
 
 def unrolled(drafter: ParallelHeadsDrafter, frozen: FrozenTarget, batch: Batch) -> dict[tuple[int, int], Tensor]:
-    slots = slots_of(batch, drafter.max_depth)
+    slots = slots_of(batch, drafter.config.num_heads)
     logits = drafter.head(frozen).logits(drafter.unroll(batch, slots, frozen), slots.counts)
     depth, slot = slots.rows()
     return dict(zip(zip(depth.tolist(), slots.index[slot].tolist(), strict=True), logits, strict=True))
@@ -116,9 +117,9 @@ def test_what_it_cannot_do() -> None:
     batch = text(frozen, [9])
     with pytest.raises(EyasError, match="no serving layout"):
         drafter.serving(frozen)
-    with pytest.raises(EyasError, match="2 parallel heads"):
+    with pytest.raises(EyasError, match="this ParallelHeads drafter has 2 heads"):
         drafter.unroll(batch, slots_of(batch, 3), frozen)
     with pytest.raises(EyasError, match="num_heads=0"):
         ParallelHeadsDrafter.check_options({"num_heads": 0})
     with pytest.raises(EyasError, match="init=carried"):
-        ParallelHeadsDrafter.check_options({"init": "carried"})
+        check_drafter({"_target_": "models.parallel_heads.ParallelHeadsDrafter", "init": "carried"})

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.errors import EyasError
 from models.portable import check_export, load_export, open_drafter, serve, write_export
+from scripts.card import About
 from scripts.export import export
 from tests.drafters import random_frozen
 from tests.exports import Spoil, exported, make, rewrite
@@ -86,13 +87,13 @@ def test_values_no_dtype_can_hold(tmp_path: Path) -> None:
     with torch.no_grad():
         drafter.fc.weight[0, 0] = 1e5
     with pytest.raises(EyasError, match=r"fc.weight: 1e\+05 overflows float16"):
-        export(drafter, frozen, tmp_path / "out", dtype="float16", target_name="t")
+        export(drafter, frozen, tmp_path / "out", About("t"), dtype="float16")
     with torch.no_grad():
         drafter.fc.weight[0, 0] = float("nan")
     with pytest.raises(EyasError, match="fc.weight: 1 of 3072 values"):
-        export(drafter, frozen, tmp_path / "out", target_name="t")
+        export(drafter, frozen, tmp_path / "out", About("t"))
     with pytest.raises(EyasError, match=r"export\.dtype=int8"):
-        export(make()[0], frozen, tmp_path / "out", dtype="int8", target_name="t")
+        export(make()[0], frozen, tmp_path / "out", About("t"), dtype="int8")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -106,7 +107,7 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path: Path) -> None:
     with torch.no_grad():
         drafter.norm.weight.fill_(float("inf"))
     with pytest.raises(EyasError):
-        export(drafter, frozen, tmp_path / "out", target_name="t")
+        export(drafter, frozen, tmp_path / "out", About("t"))
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -138,9 +139,9 @@ def test_other_files_are_never_deleted(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     drafter, frozen = make()
     with pytest.raises(EyasError, match="thesis.tex"):
-        export(drafter, frozen, tmp_path, target_name="t")
+        export(drafter, frozen, tmp_path, About("t"))
     with pytest.raises(EyasError, match="is a file"):
-        export(drafter, frozen, tmp_path / "thesis.tex", target_name="t")
+        export(drafter, frozen, tmp_path / "thesis.tex", About("t"))
     assert (tmp_path / "thesis.tex").read_text() == "x"
 
 

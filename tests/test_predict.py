@@ -11,7 +11,7 @@ import torch
 from conf.schema import VerifyConfig
 from eval.candidates import Candidate, independent, ngrams, trained
 from eval.costs.cost import CostModel, Curve
-from eval.costs.predict import Sizes, measure_costs, predict, predictions, sampled_taus, tuned
+from eval.costs.predict import Sizes, measure_costs, predict, predictions, sampled_taus, tune_shapes
 from eval.measure import Bench
 from eval.numbers.simulated import Accepts, Text, chain_taus, model_accepts, simulate
 from eval.prompts import Prompt
@@ -154,7 +154,7 @@ def test_tuning_for_sampled_drafts_picks_a_chain(
     """The target drafting for itself: at T = 1 the longest chain. At other temperatures verify.gamma stays."""
     verify = VerifyConfig(tune=True, gamma=3, temperatures=[temperature], max_new_tokens=18)
     itself = independent(target, target, verify, "model:itself")
-    bench = tuned(Bench(target, [itself], verify), [Prompt([5, 6, 7]), Prompt([9])], COSTS, tmp_path)
+    bench = tune_shapes(Bench(target, [itself], verify), [Prompt([5, 6, 7]), Prompt([9])], COSTS, tmp_path)
     (chosen,) = bench.candidates
     assert chosen.is_chain and chosen.shape.levels == levels
     assert (tmp_path / "itself.json").exists() == (temperature == 1)

@@ -27,7 +27,7 @@ from eval.run import run_benches
 from models.eagle3 import Eagle3Drafter
 from models.target import Target
 from models.vocab import DraftVocab
-from tests.reports import CATEGORIES, FAKES, Faker, token_text
+from tests.reports import CATEGORIES, EXPORT, FAKES, TUNED, Faker, token_text
 from tests.tiny import tiny_target
 
 SCHEMA = json.loads((Path(eval.look.report.__file__).parent / "report.schema.json").read_text())
@@ -87,6 +87,7 @@ def test_every_field_is_described() -> None:
 def test_a_made_up_report_is_valid(lossy: bool) -> None:
     assert errors(Faker(questions=3, lossy=lossy).build()[0]) == []
     assert errors(Faker(questions=1, fakes=FAKES[:1], temperatures=(0.7,)).build()[0]) == []
+    assert errors(Faker(questions=3, fakes=(*FAKES, TUNED, EXPORT)).build()[0]) == []
 
 
 def test_real_reports_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +340,20 @@ def test_the_legend_tells_drafters_of_one_name_apart(fake: tuple[dict[str, Any],
         "eagle3-smollm2: dynamic tree of 30, 6 deep, from outputs/run/checkpoints/step_00002000",
         "ngram: chain of 4",
     ]
+
+
+def test_what_became_of_a_target_is_said() -> None:
+    report, _ = Faker(questions=3, fakes=(FAKES[0], TUNED, EXPORT)).build()
+    shown = text(report, 200)
+    assert [legend(drafter).split("; ")[1:] for drafter in report["drafters"]] == [
+        [],
+        ["target CHANGED by training (LoRA), perplexity 7.12 -> 6.50"],
+        ["target CHANGED by training"],
+    ]
+    lines = {line.name.strip(): line.cells for line in sections(ordered(report)[:3])[0].lines}
+    assert lines["target"] == ["the original", "CHANGED by training (LoRA)", "CHANGED by training"]
+    assert lines["its perplexity"] == ["-", "7.12 -> 6.50", "-"]
+    assert all(legend(drafter) in shown for drafter in report["drafters"])
 
 
 def test_predictions_stand_beside_what_was_measured(fake: tuple[dict[str, Any], Any]) -> None:

@@ -19,7 +19,7 @@ from eval.look.plots import Plot
 from eval.look.table import columns, ordered
 from models.tiny_target import tiny_tokenizer
 from models.visible import visible
-from tests.reports import NASTY, WORDS, Faker, token_text
+from tests.reports import EXPORT, FAKES, NASTY, TUNED, WORDS, Faker, token_text
 
 PNG = Plot("verify_cost.png", 'a "picture" <b>', b"\x89PNG not really")
 VOID = {"meta", "img", "input", "br", "!doctype"}
@@ -113,6 +113,22 @@ def test_one_span_a_token_and_their_texts_are_the_text(fake: Any, shown: Page) -
         assert report["drafters"][int(article["data-drafter"] or "")]["name"] == row["drafter"]
         assert ["0", "1"].index(article["data-temperature"] or "") == row["temperature"]
     assert "8 of" not in shown.text and "left out" not in shown.text
+
+
+def test_a_drafter_of_a_tuned_target_is_marked() -> None:
+    """In the table of drafters, on its card and in every comparison: its tau is another model's."""
+    report, rows = Faker(questions=4, fakes=(FAKES[0], TUNED, EXPORT), temperatures=(0.0,)).build()
+    found = Page(page(report, rows, [], token_text))
+    targets = {row[0]: row[-1] for row in found.rows if row[1:2] == ["drafter"]}
+    assert targets == {
+        "eagle3-smollm2": "the original",
+        "medusa2": "CHANGED by training (LoRA), perplexity 7.12 -> 6.50",
+        "medusa2 (2)": "CHANGED by training",
+    }
+    assert found.text.count("target CHANGED") == 2
+    names = [f"{name} (tuned target)" for name in ("medusa2", "medusa2 (2)")]
+    pairs = [row[:2] for row in found.rows if len(row) > 2 and row[1] in names]
+    assert pairs == [["eagle3-smollm2", names[0]], ["eagle3-smollm2", names[1]], names]
 
 
 def test_tokens_say_in_class_and_words_how_they_came(fake: Any, shown: Page) -> None:

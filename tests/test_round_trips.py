@@ -19,6 +19,7 @@ from models.portable import check_export, load_export, method_of, serve
 from models.recognise import METHODS as NAMES
 from models.recognise import method_of_class
 from models.vocab import DraftVocab
+from scripts.card import About
 from scripts.export import export
 from scripts.vllm_check import METHODS as VLLM_NAMES
 from scripts.vllm_check import vllm_method
@@ -58,7 +59,7 @@ def make(name: str, layout: str, draft: int) -> tuple[Drafter, FrozenTarget]:
 def test_what_is_exported_reads_back(tmp_path: Path, name: str, layout: str, draft: int) -> None:
     """In float32 bit for bit; heads that are the target's own come back with all its rows."""
     drafter, frozen = make(name, layout, draft)
-    folder = export(drafter, frozen, tmp_path / "out", dtype="float32", layout=layout, target_name="acme/target")
+    folder = export(drafter, frozen, tmp_path / "out", About("acme/target"), dtype="float32", layout=layout)
     read = load_export(folder, target=frozen.config)
     state = drafter.state_dict()
     assert type(read) is type(drafter) and set(read.state_dict()) == set(state)
@@ -78,7 +79,7 @@ def test_what_is_exported_reads_back(tmp_path: Path, name: str, layout: str, dra
 )
 def test_no_tensor_may_be_missing_misshapen_or_one_too_many(tmp_path: Path, name: str, layout: str, draft: int) -> None:
     drafter, frozen = make(name, layout, draft)
-    folder = export(drafter, frozen, tmp_path / "out", dtype="float32", layout=layout, target_name="t")
+    folder = export(drafter, frozen, tmp_path / "out", About("t"), dtype="float32", layout=layout)
     served = serve(drafter, frozen, layout)
     path = folder / served.weights
     whole = load_file(path)
@@ -99,7 +100,7 @@ def test_no_tensor_may_be_missing_misshapen_or_one_too_many(tmp_path: Path, name
 def test_what_no_engine_serves_is_not_exported(tmp_path: Path) -> None:
     drafter, frozen = make(PARALLEL, "", 40)
     with pytest.raises(NotServed, match="no engine drafts with it"):
-        export(drafter, frozen, tmp_path / "out", target_name="t")
+        export(drafter, frozen, tmp_path / "out", About("t"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -107,17 +108,17 @@ def test_what_no_engine_serves_is_not_exported(tmp_path: Path) -> None:
 def test_a_layout_that_is_another_methods(tmp_path: Path, name: str) -> None:
     drafter, frozen = make(name, "", 40)
     with pytest.raises(EyasError, match=r"export\.layout=other: .* is written as \w+"):
-        export(drafter, frozen, tmp_path / "out", layout="other", target_name="t")
+        export(drafter, frozen, tmp_path / "out", About("t"), layout="other")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_later_export_in_another_layout_replaces_the_earlier_one(tmp_path: Path) -> None:
     drafter, frozen = make("medusa", "", 40)
     for layout, weights in (("fasterdecoding", "medusa_lm_head.safetensors"), ("vllm", "model.safetensors")):
-        export(drafter, frozen, tmp_path / "out", layout=layout, target_name="acme/target")
+        export(drafter, frozen, tmp_path / "out", About("acme/target"), layout=layout)
         assert {path.name for path in (tmp_path / "out").iterdir()} == {"README.md", "config.json", weights}
     assert drafter.serving(frozen, "fasterdecoding").config["base_model_name_or_path"] == ""
-    export(drafter, frozen, tmp_path / "out", layout="fasterdecoding", target_name="acme/target")
+    export(drafter, frozen, tmp_path / "out", About("acme/target"), layout="fasterdecoding")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["base_model_name_or_path"] == "acme/target"
 
@@ -137,7 +138,7 @@ CARDS = {
 @pytest.mark.parametrize(("name", "layout"), CARDS)
 def test_the_card_is_right_for_the_method(tmp_path: Path, name: str, layout: str) -> None:
     drafter, frozen = make(name, layout, 12)
-    folder = export(drafter, frozen, tmp_path / "out", layout=layout, target_name="acme/target")
+    folder = export(drafter, frozen, tmp_path / "out", About("acme/target"), layout=layout)
     card = (folder / "README.md").read_text()
     for line in (*CARDS[name, layout], f"| layout | {layout} |", "| draft vocabulary | 12 of 40 tokens |"):
         assert line in card
@@ -151,7 +152,7 @@ def test_the_card_is_right_for_the_method(tmp_path: Path, name: str, layout: str
 def test_vllm_is_told_the_method_by_the_export(tmp_path: Path) -> None:
     assert {f"{VLLM_NAMES[name]}" for name in VLLM_NAMES} == {NAMES[name].vllm for name in VLLM_NAMES}
     for name in VLLM_NAMES:
-        folder = export(*make(name, "", 40), tmp_path / name, target_name="t")
+        folder = export(*make(name, "", 40), tmp_path / name, About("t"))
         assert vllm_method(str(folder), None) == NAMES[name].vllm
         assert vllm_method(str(folder), "other") == "other"
     assert (vllm_method("ngram", "x"), vllm_method("mtp", None)) == ("ngram", "mtp")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from conf.schema import (
     Config,
     DataConfig,
     ExportConfig,
+    JointConfig,
     OptimConfig,
     StoreConfig,
     TargetConfig,
@@ -26,9 +30,10 @@ from data.prepare import Inputs, open_target
 from models.checkpoint import load_drafter
 from models.errors import EyasError
 from models.portable import read_export
+from models.tuned import as_model
 from tests.tiny import tiny_target
 from train.drift import settle_config
-from train.stages import export, feature_sources, file_digests, fit, gather, once, walk
+from train.stages import check_start, evaluate, export, feature_sources, file_digests, fit, gather, once, walk
 from train.strategy import build_accelerator
 from train.trainer import Fitted
 
@@ -154,10 +159,137 @@ def test_export_follows_its_settings(target: str, tmp_path: Path) -> None:
         export(replace(cfg, export=ExportConfig(**changes)), tmp_path / "run", fitted)
     assert read_export(tmp_path / "run/export")[1]["dtype"] == "float32"
     assert read_export(tmp_path / "elsewhere")[1]["dtype"] == "bfloat16"
-    card = tmp_path / "elsewhere" / "README.md"
-    card.unlink()
-    export(replace(cfg, export=ExportConfig(dir=str(tmp_path / "elsewhere"))), tmp_path / "run", fitted)
-    assert not card.exists()
+
+
+def test_an_export_is_made_again_unless_it_is_all_there(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are gone, damaged or another run's; the card is the reader's, and a file beside is none of ours."""
+    there = ExportConfig(dir=str(tmp_path / "export"))
+    cfg = config(target, tmp_path, output_dir=str(tmp_path / "run"), export=there)
+    fitted = run(cfg, tmp_path / "run")
+    made = list[Path]()
+    folder = tmp_path / "export"
+
+    def exported(content: bytes) -> Callable[[Config], None]:
+        def run_export(cfg: Config) -> None:
+            made.append(folder)
+            (folder / "target").mkdir(parents=True, exist_ok=True)
+            for name in ("config.json", "README.md"):
+                (folder / name).write_text("{}")
+            for name in ("model.safetensors", "target/model.safetensors"):
+                (folder / name).write_bytes(content)
+
+        return run_export
+
+    def times() -> int:
+        export(cfg, tmp_path / "run", fitted)
+        return len(made)
+
+    monkeypatch.setattr("scripts.export.run_export", exported(b"ours"))
+    assert (times(), times()) == (1, 1)
+    (folder / "model.safetensors").unlink()
+    assert times() == 2
+    shutil.rmtree(folder / "target")
+    assert times() == 3
+    (folder / "target/model.safetensors").write_bytes(b"cut")
+    assert times() == 4
+    exported(b"another run's")(cfg)
+    assert times() == 6 and (folder / "model.safetensors").read_bytes() == b"ours"
+    (folder / "README.md").write_text("a better card")
+    (folder / "notes.txt").write_text("mine")
+    assert times() == 6
+
+
+def test_what_a_product_is_made_from(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation and export are done again for another drafter, tuned target, machine or name on the card."""
+    cfg = config(target, tmp_path, output_dir=str(tmp_path / "run"))
+    accelerator = build_accelerator(cfg.strategy, device=cfg.device)
+    inputs = gather(cfg, accelerator, tmp_path / "run")
+    keys: dict[str, str] = {}
+    monkeypatch.setattr("train.stages.once", lambda run_dir, stage, key, *_: keys.update({stage: key}))
+    files = {"model.safetensors": "a", "target.safetensors": "b", "optimizer.pt": "c"}
+
+    def of(cfg: Config, files: dict[str, str]) -> dict[str, str]:
+        (tmp_path / "state.json").write_text(json.dumps({"files": files}))
+        fitted = Fitted(tmp_path, None, 1)
+        evaluate(cfg, tmp_path / "run", inputs, fitted)
+        export(cfg, tmp_path / "run", fitted)
+        return dict(keys)
+
+    def changed(cfg: Config, files: dict[str, str] = files) -> set[str]:
+        now = of(cfg, files)
+        return {stage for stage in now if now[stage] != before[stage]}
+
+    before, both = of(cfg, files), {"evaluation", "export"}
+    assert changed(cfg) == changed(cfg, files | {"optimizer.pt": "x"}) == set()
+    assert changed(cfg, files | {"model.safetensors": "x"}) == changed(cfg, files | {"target.safetensors": "x"}) == both
+    assert changed(replace(cfg, target=replace(cfg.target, path="x"))) == both
+    assert changed(replace(cfg, data=replace(cfg.data, path="x"))) == {"export"}
+    assert changed(replace(cfg, threads=2)) == {"evaluation"}
+    for name, other in (("eval.look.table.VERSION", 0), ("train.stages.pick_device", lambda device: "another")):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, other)
+            assert changed(cfg) == {"evaluation"}
+    assert changed(cfg) == set()
+
+
+# --- told before the training, not after it ---
+
+
+@pytest.mark.parametrize(
+    ("drafter", "wanted", "words"),
+    [
+        ({"_target_": "models.medusa.MedusaDrafter", "num_heads": 2}, {"stitch": True}, "export.stitch=true: "),
+        ({"_target_": "models.mtp.MtpDrafter"}, {"layout": "qwen3_next"}, "export.layout=qwen3_next: engines read"),
+        (DRAFTER, {"dir": "."}, "holds data.jsonl, which no export writes"),
+    ],
+)
+def test_what_can_not_be_exported_is_refused_before_training(
+    target: str, tmp_path: Path, drafter: dict[str, Any], wanted: dict[str, Any], words: str
+) -> None:
+    wanted = wanted | ({"dir": str(tmp_path)} if "dir" in wanted else {})
+    cfg = config(target, tmp_path, drafter=drafter, export=ExportConfig(**wanted))
+    with pytest.raises(EyasError, match=words):
+        run(cfg, tmp_path / "run")
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "words"),
+    [
+        ({"_target_": "models.parallel_heads.ParallelHeadsDrafter", "num_heads": 2}, "no engine drafts with it"),
+        ({"_target_": "models.eagle1.Eagle1Drafter", "fc_bias": True}, "drafter.fc_bias=false to export"),
+    ],
+)
+def test_what_no_engine_drafts_with_is_told_and_trained(
+    target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, drafter: dict[str, Any], words: str
+) -> None:
+    cfg = config(target, tmp_path, drafter=drafter)
+    cfg.train.steps = 1
+    assert run(cfg, tmp_path / "run").steps == 1
+    (told,) = [record.message for record in caplog.records if record.message.startswith("there will be no export")]
+    assert words in told
+
+
+def test_a_drafter_of_a_tuned_target_starts_with_that_target(tmp_path: Path) -> None:
+    """From the run, and from its export; with another target the message names the right one."""
+    checkpoint, exported = tmp_path / "joint/checkpoints/step_00000001", tmp_path / "joint/export"
+    for folder in (checkpoint, exported / "target"):
+        folder.mkdir(parents=True)
+    (checkpoint / "state.json").write_text('{"files": {}}')
+    (checkpoint / "target.safetensors").write_bytes(b"adapters")
+    (checkpoint / "target.json").write_text('{"format": 1, "kind": "lora", "lora": {}, "perplexity": {}}')
+    (exported / "target/target.json").write_text(json.dumps(as_model(checkpoint)))
+    (exported / "config.json").write_text(json.dumps({"eyas": {"target": as_model(checkpoint)}}))
+    for start in (tmp_path / "joint", checkpoint, exported):
+        cfg = Config(name="next", target=TargetConfig(path="tiny:llama"), train=TrainConfig(init_from=str(start)))
+        with pytest.raises(EyasError, match=f"train.init_from={start}: .* give target.path={exported}/target"):
+            check_start(cfg)
+        check_start(replace(cfg, target=TargetConfig(path=str(exported / "target"))))
+    plain = tmp_path / "plain/checkpoints/step_00000001"
+    plain.mkdir(parents=True)
+    check_start(Config(name="x", target=TargetConfig(path="tiny:llama"), train=TrainConfig(init_from=str(plain))))
 
 
 def test_without_anything_held_out_the_run_goes_on_to_its_export(
@@ -218,9 +350,20 @@ def test_damaged_notes_on_stages_do_them_again(content: str, tmp_path: Path) -> 
     assert made == [1, 2]
 
 
-def test_a_key_of_a_later_version_is_no_drift(tmp_path: Path) -> None:
+def test_a_key_of_a_later_version_was_its_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run begun before there was such a key goes on with the default, and with nothing else."""
     cfg = Config(name="run", target=TargetConfig(path="t"), drafter=DRAFTER)
     settle_config(cfg, tmp_path, begun=False, write=True)
     path = tmp_path / "config.yaml"
-    path.write_text(path.read_text().replace("  max_grad_norm: 0.5\n", ""))
+    stored = yaml.safe_load(path.read_text())
+    for section, key in (("joint", None), ("target", "quantize"), ("train", "top_k"), ("optim", "max_grad_norm")):
+        del (stored[section] if key else stored)[key or section]
+    path.write_text(yaml.safe_dump(stored))
     settle_config(cfg, tmp_path, begun=True, write=True)
+    assert not caplog.records
+    changed = replace(cfg, joint=JointConfig(backbone="lora"), train=replace(cfg.train, top_k=10))
+    changed.target = replace(cfg.target, quantize="8bit")
+    with pytest.raises(EyasError) as refused:
+        settle_config(changed, tmp_path, begun=True, write=True)
+    for line in ("joint.backbone: none -> lora", "train.top_k: 0 -> 10", "target.quantize: None -> 8bit"):
+        assert line in str(refused.value)

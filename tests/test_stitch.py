@@ -156,7 +156,7 @@ def test_killed_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("models.stitch._copy_rest", killed)
+        patch.setattr("models.stitch.copy_rest", killed)
         with pytest.raises(KeyboardInterrupt):
             stitch(target, modules, count, out)
     assert not out.exists()

@@ -16,6 +16,7 @@ import pytest
 
 from conf.cli import INTERRUPTED, entry, is_plain_sweep
 from conf.schema import Config
+from eval.look.table import VERSION
 from eval.run import evaluate_run
 from models.errors import EyasError
 from tests.commands import command, workplace  # noqa: F401
@@ -40,7 +41,7 @@ class Machine:
         code = self.ends.get(verb if verb == "eval" else folder.name, 0)
         if code == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "report.json").write_text("{}")
+            (folder / "report.json").write_text(json.dumps({"version": VERSION}))
             if verb == "train":
                 (folder / "stages.json").write_text(json.dumps({"evaluation": f"{folder.name}: {self.made_from}"}))
         return code
@@ -56,7 +57,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr("train.sweep.show", lambda report: None)  # the stand-in's reports hold nothing
+    monkeypatch.setattr("eval.look.report.print_report", lambda report: None)  # the stand-in's reports hold nothing
     return Machine()
 
 
@@ -184,6 +185,24 @@ def test_an_interrupt_ends_the_sweep(machine: Machine) -> None:
     assert left.value.code == INTERRUPTED and machine.trained == ["seed=1"]
 
 
+def test_a_killed_sweep_has_noted_how_far_it_got(machine: Machine) -> None:
+    """After planning and after every job: what is read while the third of four jobs runs."""
+    seen: list[list[str | None]] = []
+
+    def start(verb: str, overrides: Sequence[str]) -> int:
+        if verb == "train":
+            seen.append([job["message"] for job in json.loads(Path("outputs/sweeps/x/sweep.json").read_text())["jobs"]])
+        return machine(verb, overrides)
+
+    machine.ends = {"train.steps=2": 1}
+    assert run_sweep(["train.steps=0,1,2,3", "name=x"], start) == 1
+    wrong, waits = "left out, train.steps=0: must be at least 1", "not finished"
+    died = "failed, exit code 1; what it said stands above"
+    assert seen == [[wrong, waits, waits, waits], [wrong, None, waits, waits], [wrong, None, died, waits]]
+    jobs = json.loads(Path("outputs/sweeps/x/sweep.json").read_text())["jobs"]
+    assert [job["message"] for job in jobs] == [wrong, None, died, None]
+
+
 def test_a_failed_comparison_is_a_failure_and_is_tried_again(machine: Machine) -> None:
     machine.ends = {"eval": 2}
     assert run_sweep(["seed=1,2"], machine) == 2
@@ -201,8 +220,12 @@ def test_the_comparison_is_made_again_only_if_a_job_has_changed(machine: Machine
         assert len(machine.compared) == times
     assert run_sweep(["seed=1,2,3"], machine) == 0  # the same folder: finished jobs are found again
     assert len(machine.compared) == 3
-    Path("outputs/sweeps/seed/report.json").unlink()
+    report = Path("outputs/sweeps/seed/report.json")
+    report.unlink()
     assert run_sweep(["seed=1,2,3"], machine) == 0 and len(machine.compared) == 4
+    for times, content in enumerate(('{"version": 1}', "{", "[]", "{}"), 5):  # of an older version, or damaged
+        report.write_text(content)
+        assert run_sweep(["seed=1,2,3"], machine) == 0 and len(machine.compared) == times
 
 
 def test_jobs_for_another_target_are_left_out_and_told(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from models.blocks import Block, States
 from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.load_frozen import fingerprint, load_frozen
-from models.target import Features, Target, check_taps, default_taps, special_ids
+from models.target import Features, Target, special_ids
 from tests.tiny import tiny_config, tiny_model, tiny_target, tiny_tokenizer
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -313,33 +313,6 @@ def test_rope_that_depends_on_the_length(tmp_path: Path, kind: str) -> None:
     rows = random_rows([40, 25, 8, 30])  # 25 right after 40: the longer row's frequencies must not stick
     for row, found in zip(rows, target.features(rows), strict=True):
         assert close(found.final, reference(target, row)[1])
-
-
-def test_default_taps() -> None:
-    assert {n: default_taps(n) for n in (1, 2, 3, 4, 5, 6, 7, 8, 30, 32, 80)} == {
-        1: (0, 1),
-        2: (0, 1, 2),
-        3: (0, 1, 2),
-        4: (1, 2, 3),
-        5: (1, 2, 4),
-        6: (1, 3, 5),
-        7: (2, 3, 4),
-        8: (2, 4, 5),
-        30: (2, 15, 27),
-        32: (2, 16, 29),
-        80: (2, 40, 77),
-    }
-    for layers in range(1, 130):
-        taps = default_taps(layers)
-        assert check_taps(taps, layers) == taps and len(taps) == min(3, layers + 1)
-
-
-@pytest.mark.parametrize("taps", [[], [1, 1, 2], [3, 2], [-1, 2], [1, 5], [1, 2.0], [True, 2]])
-def test_bad_taps(taps: list[Any], folders: dict[str, Path]) -> None:
-    with pytest.raises(EyasError, match=r"target\.taps"):
-        check_taps(taps, 4)
-    with pytest.raises(EyasError, match=r"target\.taps"):
-        Target.load(str(folders["llama"]), taps=taps)
 
 
 def test_eos_and_special_ids(folders: dict[str, Path]) -> None:

@@ -67,13 +67,13 @@ def config(**train: Any) -> Config:
     )
 
 
-def make(run: Path, cfg: Config, content: dict[str, str] | None = None) -> Trainer:
+def make(run: Path, cfg: Config, content: dict[str, str] | None = None, **options: Any) -> Trainer:
     frozen = random_frozen()
     drafter = LinearDrafter.create(frozen, random_vocab(40, 17), TAPS, seed=cfg.seed)
     train, valid = InMemory(frozen, LENGTHS), InMemory(frozen, [15, 10], seed=7)
     accelerator = build_accelerator({"name": "none"}, device="cpu")
     given = content or {"features": "a"}
-    return Trainer(cfg, run, accelerator, drafter, frozen, train=train, valid=valid, content=given)
+    return Trainer(cfg, run, accelerator, drafter, frozen, train=train, valid=valid, content=given, **options)
 
 
 def fit(run: Path, cfg: Config | None = None, **options: Any) -> Fitted:
@@ -381,3 +381,50 @@ def test_tensorboard_and_wandb_are_written(tmp_path: Path, monkeypatch: pytest.M
     assert options["mode"] == "offline" and options["project"] == "p" and options["config"]["train"]["steps"] == 4
     assert (tmp_path / "wandb_run_id").read_text().strip() == options["id"]
     assert calls[-1] == ("finish",)
+
+
+# --- which tau, which parameters ---
+
+
+def test_only_alike_taus_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on by another tau begins its best anew, however the numbers compare; best.json says which it is.
+
+    Nothing is learned, so that no validation is better than the one before it."""
+    taus = {8: iter([9.0, 8.0]), 4: iter([0.5, 0.4])}
+    train_step, best = Trainer._train_step, list[tuple[int, str]]()
+    ways: list[tuple[str, int | None]] = [("simulated", None), ("measured", 8), ("measured", 4), ("simulated", None)]
+    for part, (tau, prompts) in enumerate(ways):
+        cfg = config(steps=16, eval_every=2, save_every=2, tau=tau, tau_prompts=prompts or 8)
+        cfg.optim.lr = 1e-30
+        last = 4 * (part + 1)
+
+        def breaking(self: Trainer, step: int, last: int = last) -> None:
+            if step == last:
+                raise KeyboardInterrupt
+            train_step(self, step)
+
+        monkeypatch.setattr(Trainer, "_train_step", breaking)
+        trainer = make(tmp_path, cfg, measure=(lambda own=taus[prompts]: next(own)) if prompts else None)
+        if last < 16:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit()
+        else:
+            trainer.fit()
+        told = json.loads((tmp_path / "best.json").read_text())
+        best.append((told["step"], told["by"]))
+        assert told["checkpoint"] == f"checkpoints/step_{told['step']:08d}"
+    assert best == [
+        (2, "simulated"),
+        (6, "measured on 8 prompts"),
+        (10, "measured on 4 prompts"),
+        (14, "simulated"),
+    ]
+
+
+def test_processes_look_for_parameters_without_gradient_only_where_there_may_be_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for deepest, looked_for in ((None, False), (3, False), (4, True)):
+        monkeypatch.setattr(LinearDrafter, "max_depth", deepest)
+        handler = make(tmp_path, config(depths=3)).accelerator.ddp_handler
+        assert handler is not None and handler.find_unused_parameters is looked_for

@@ -18,7 +18,7 @@ from eval.costs.tune import (
     Choice,
     calibration_ranks,
     prefer,
-    save_tuned,
+    save_shape,
     tokens_per_pass,
     tune,
     tune_sampled,
@@ -97,7 +97,7 @@ def test_nothing_beats_plain_decoding() -> None:
     assert tuned.prediction["best"]["tree"] == "none" and tuned.paths == []
     assert all(one["speed_up"] < 1 for one in tuned.prediction["chain"])
     with pytest.raises(ValueError, match="plain decoding"):
-        save_tuned("nowhere.json", tuned)
+        save_shape("nowhere.json", tuned)
 
 
 def test_hopeless_drafter() -> None:
@@ -240,7 +240,7 @@ def test_the_same_for_a_trained_drafter(target: Target) -> None:
 
 def test_saved_tree_is_read_back(tmp_path: Path) -> None:
     tuned = tune("x", 0.0, ranks_from([[0, 1], [1, 0], [0, 0]] * 8), FREE, max_nodes=4)
-    save_tuned(tmp_path / "tree.json", tuned)
+    save_shape(tmp_path / "tree.json", tuned)
     tree = read_tree(tmp_path / "tree.json")
     assert sorted(tree.paths) == sorted(tuned.paths) and tree.levels == 2
     assert "grown for x at T = 0, 3 nodes in 2 levels" in (tmp_path / "tree.json").read_text()

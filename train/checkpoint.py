@@ -4,7 +4,7 @@
                                  target.safetensors, target.json   what became of a target that is trained along
                                  optimizer.pt                      its optimizer state, loaded with weights_only
                                  state.json                        position, best so far, and a digest of each file
-    best.json                    which checkpoint has the best simulated tau
+    best.json                    which checkpoint has the best tau, and which tau that is
 
 A checkpoint is written to a hidden name, fsynced and renamed; the one before it is removed only afterwards.
 """
@@ -38,10 +38,10 @@ TEMPORARY = ".tmp-"
 class TrainState:
     """Where a run stands after ``step`` optimizer steps; everything else is a function of step and config.
 
-    window: sums since the last logged row; best: {step, chain, tau_t0, tau_t1} of the best validation; stale:
-    validations since then, stopped: whether they were too many; perplexity: of a target that is trained along, on
-    held-out text, {before, after}; content: digests of what the run was fed (data, target, vocabulary), which a resumed
-    run must match.
+    window: sums since the last logged row; best: {step, chain, by, tau_t0, tau_t1 (, tau_measured)} of the best
+    validation, ``by`` naming the tau that it is best by and chain the length of its drafts; stale: validations since
+    then, stopped: whether they were too many; perplexity: of a target that is trained along, on held-out text, {before,
+    after}; content: digests of what the run was fed (data, target, vocabulary), which a resumed run must match.
     """
 
     step: int = 0

@@ -71,12 +71,20 @@ def read_config(path: Path) -> dict[str, Any]:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
     """Changed keys, each with a line "key: old -> new".
 
-    A fixed key that ``old`` lacks was added by a later version, whose default is what the run had; it is left out.
+    A fixed key that ``old`` lacks was added by a later version, whose default is what the run had.
     """
-    before, after = _flat(old), _flat(new)
-    keys = [key for key in {**before, **after} if key in before or key.split(".")[0] in OPEN_SECTIONS]
-    pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys}
+    before, after = _flat(_completed(old)), _flat(new)
+    pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in {**before, **after}}
     return {key: f"{key}: {was} -> {now}" for key, (was, now) in pairs.items() if was != now}
+
+
+def _completed(old: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration with the defaults of the fixed keys that it lacks."""
+    defaults = _plain(asdict(Config()))
+    for key, value in old.items():
+        fixed = isinstance(value, dict) and isinstance(defaults.get(key), dict) and key not in OPEN_SECTIONS
+        defaults[key] = defaults[key] | value if fixed else value
+    return dict(defaults)
 
 
 def _harmless(key: str) -> bool:

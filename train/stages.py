@@ -6,7 +6,6 @@ target folder -> documents -> features -> draft vocabulary -> drafter -> fit -> 
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import json
 import logging
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +27,31 @@ from data.features.store import FeatureStore
 from data.look.report import show
 from data.prepare import Inputs, open_target
 from models.checkpoint import drafter_class
-from models.drafter import Drafter
+from models.device import pick_device
+from models.drafter import Drafter, NotServed
 from models.errors import EyasError
 from models.files import lock, write_atomic
 from models.frozen import FrozenTarget
 from models.load_frozen import load_frozen
-from models.portable import open_drafter
-from models.run_folder import STATE, best_checkpoint, has_begun
+from models.portable import CARD, TARGET, open_drafter, refuse_foreign
+from models.run_folder import REPORT, STAGES, STATE, best_checkpoint, file_digest, has_begun, read_notes
 from models.target import Target
+from models.tuned import is_tuned_by, tuned
 from models.vocab import DraftVocab
-from train.checkpoint import digest
+from train.checkpoint import OPTIMIZER, digest
 from train.drift import settle_config
 from train.joint import JointTraining
 from train.strategy import build_accelerator, pick_precision
 from train.trainer import Fitted, Trainer
 
-STAGES = "stages.json"  # what evaluation and export were made from
 PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 log = logging.getLogger(__name__)
 
 
 def walk(cfg: Config) -> float | None:
-    """Run or continue every stage; the simulated greedy tau of the best checkpoint (what a sweep may optimise)."""
+    """Run or continue every stage; the greedy tau that the best checkpoint is best by, which a sweeper of Hydra's may
+    optimise, or None if nothing is held out."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     run_dir = Path(cfg.output_dir or Path("outputs") / cfg.name)
@@ -68,6 +69,7 @@ def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None
     main = accelerator.is_main_process
     check_settings(cfg.verify)  # not after hours of training
     settle_config(cfg, run_dir, begun=has_begun(run_dir), write=main)
+    check_start(cfg)
     inputs = gather(cfg, accelerator, run_dir)
     fitted = fit(cfg, accelerator, run_dir, inputs)
     accelerator.end_training()  # the other processes are done
@@ -75,7 +77,7 @@ def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None
         evaluate(cfg, run_dir, inputs, fitted)
         export(cfg, run_dir, fitted)
         log.info("done: %s", run_dir)
-    return float(fitted.best["tau_t0"]) if fitted.best else None
+    return None if fitted.best is None else float(fitted.best.get("tau_measured", fitted.best["tau_t0"]))
 
 
 def gather(cfg: Config, accelerator: Accelerator, run_dir: Path) -> Inputs:
@@ -106,12 +108,14 @@ def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) ->
         log.warning("nothing is held out (data.valid_fraction=0): the last checkpoint counts as the best")
     frozen = load_frozen(inputs.files.folder).to(accelerator.device, frozen_dtype(cfg, accelerator))
     drafter = build_drafter(cfg, frozen, inputs)
+    check_export(cfg, run_dir, drafter, frozen, tell=accelerator.is_main_process)
     settings: dict[str, Any] = {"train": train, "valid": valid}
     if joint:
         target = inputs.load_target(str(accelerator.device))
         settings["joint"] = JointTraining.of(target, drafter, cfg.joint)
-    if cfg.train.tau == "measured" and accelerator.is_main_process:
-        settings["measure"] = tau_by_verifier(cfg, inputs, drafter, frozen, settings.get("joint"))
+    if cfg.train.tau == "measured":  # every process must know that one measures: they wait for its number
+        by_verifier = partial(tau_by_verifier, cfg, inputs, drafter, frozen, settings.get("joint"))
+        settings["measure"] = by_verifier() if accelerator.is_main_process else lambda: 0.0
     content = {
         "training features": inputs.key(inputs.corpus.train),
         "held-out features": inputs.key(inputs.corpus.valid),
@@ -178,7 +182,7 @@ def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
     if cfg.train.init_from:
         drafter = initial_drafter(cfg.train.init_from, cls, frozen, inputs.files.tap_ids)
         drafter.take_over(options)
-        check_depths(drafter, cfg.train.depths)
+        drafter.check_depths(cfg.train.depths)
         return drafter
     if size is None:
         vocab = DraftVocab.full(frozen.vocab_size)
@@ -189,19 +193,32 @@ def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
         options["seed"] = cfg.seed
     torch.manual_seed(cfg.seed)
     drafter = cls.create(frozen, vocab, inputs.files.tap_ids, **options)
-    check_depths(drafter, cfg.train.depths)
+    drafter.check_depths(cfg.train.depths)
     return drafter
 
 
-def check_depths(drafter: Drafter, depths: int) -> None:
-    """A method of so many heads or modules has no depth beyond them to train."""
-    if drafter.max_depth is not None and depths > drafter.max_depth:
-        raise EyasError(f"train.depths={depths}: this {type(drafter).__name__} has only {drafter.max_depth} depths")
+def check_start(cfg: Config) -> None:
+    """Raise EyasError if ``train.init_from`` was trained together with a target that is not this run's."""
+    if cfg.train.init_from is None:
+        return
+    folder = start_folder(cfg.train.init_from)
+    if tuned(folder) is None or is_tuned_by(Path(cfg.target.path).expanduser(), folder):
+        return
+    export = folder.parents[1] / "export" if (folder / STATE).exists() else folder
+    raise EyasError(
+        f"train.init_from={cfg.train.init_from}: this drafter was trained together with its target, which is no longer "
+        f"target.path={cfg.target.path}; give target.path={export / TARGET}, where its export has the tuned one"
+    )
+
+
+def start_folder(path: str) -> Path:
+    """The folder of a run, a checkpoint or an export that holds the drafter."""
+    return best_checkpoint(Path(path)) or Path(path)
 
 
 def initial_drafter(path: str, cls: type[Drafter], frozen: FrozenTarget, tap_ids: tuple[int, ...]) -> Drafter:
     """The drafter of a run, a checkpoint or an export, checked against this run's target, taps and class."""
-    folder = best_checkpoint(Path(path)) or Path(path)
+    folder = start_folder(path)
     drafter = open_drafter(folder, target=frozen.config)
     found = {"class": type(drafter).__name__, "taps": tuple(drafter.tap_ids), "vocabulary": drafter.vocab.size}
     wanted = {"class": cls.__name__, "taps": tuple(tap_ids), "vocabulary": frozen.vocab_size}
@@ -214,11 +231,31 @@ def initial_drafter(path: str, cls: type[Drafter], frozen: FrozenTarget, tap_ids
     return drafter
 
 
+def check_export(cfg: Config, run_dir: Path, drafter: Drafter, frozen: FrozenTarget, *, tell: bool) -> None:
+    """Raise EyasError, before the training, for what could not be exported as configured after it. Of a method that no
+    engine drafts with this is only told (by the process that may ``tell``)."""
+    from scripts.beside import TargetBeside
+
+    refuse_foreign(export_folder(cfg, run_dir))
+    exact = copy.deepcopy(drafter).to("cpu").float().eval()
+    try:
+        exact.check_layout(cfg.export.layout)
+        TargetBeside(stitched=cfg.export.stitch).check(exact)
+        with torch.no_grad():
+            for parameter in exact.parameters():
+                parameter[parameter == 0] = 1e-3  # as training leaves them: a layout may have a place for zeros only
+            exact.serving(frozen.to("cpu"), cfg.export.layout)
+    except NotServed as error:
+        if tell:
+            log.warning("there will be no export: %s", error)
+
+
 # --- after training: each made once for a checkpoint and its settings ---
 
 
 def evaluate(cfg: Config, run_dir: Path, inputs: Inputs, fitted: Fitted) -> None:
     """Measure tau of the best checkpoint with the verifier, into report.json; without prompts, say so and go on."""
+    from eval.look.table import VERSION
     from eval.run import evaluate_run
 
     if cfg.verify.prompts is None and not inputs.corpus.prompts():
@@ -230,20 +267,20 @@ def evaluate(cfg: Config, run_dir: Path, inputs: Inputs, fitted: Fitted) -> None
         asked = file_digests(Path(cfg.verify.prompts).expanduser())
     if Path(cfg.verify.tree).exists():
         asked += file_digests(Path(cfg.verify.tree))
-    made_from = [checkpoint_digest(fitted.checkpoint), asdict(cfg.verify), cfg.seed, digest(asked)]
-    once(run_dir, "evaluation", digest(made_from), run_dir / "report.json", lambda: evaluate_run(cfg))
+    made_from = [checkpoint_digest(fitted.checkpoint), asdict(cfg.verify), cfg.seed, digest(asked), VERSION]
+    made_from += [asdict(cfg.target), pick_device(cfg.device), cfg.threads]  # what it is measured on
+    once(run_dir, "evaluation", digest(made_from), run_dir / REPORT, lambda: evaluate_run(cfg))
 
 
 def export(cfg: Config, run_dir: Path, fitted: Fitted) -> None:
     """Write the serving folder of the best checkpoint; of a method that no engine drafts with, say so and go on."""
-    from models.drafter import NotServed
     from scripts.export import run_export
 
-    report, folder = run_dir / "report.json", Path(cfg.export.dir or run_dir / "export")
+    report = run_dir / REPORT
     measured = report.read_text(encoding="utf-8") if report.exists() else ""
-    made_from = [checkpoint_digest(fitted.checkpoint), measured, asdict(cfg.export)]
+    made_from = [checkpoint_digest(fitted.checkpoint), measured, asdict(cfg.export), asdict(cfg.target), cfg.data.path]
     try:
-        once(run_dir, "export", digest(made_from), folder / "config.json", lambda: run_export(cfg))
+        once(run_dir, "export", digest(made_from), export_folder(cfg, run_dir), lambda: run_export(cfg))
     except NotServed as error:
         log.warning("export: skipped, %s", error)
 
@@ -251,30 +288,36 @@ def export(cfg: Config, run_dir: Path, fitted: Fitted) -> None:
 def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], Any]) -> None:
     """Do the work unless its product is there, was made under the same key, and is what was made then."""
     path = run_dir / STAGES
-    done = read_stages(path)
-    own = f"{stage} product"  # another command may have written a product of its own
-    if done.get(stage) == key and product.exists() and done.get(own) in (None, *file_digests(product)):
+    done = read_notes(path)  # nothing if that is damaged, and the stages are then done again
+    own = f"{stage} product"  # another run or command may have written there, and files may be gone; more may lie there
+    made = done.get(own)
+    if done.get(stage) == key and isinstance(made, dict) and made and made.items() <= product_digests(product).items():
         log.info("%s: up to date, %s", stage, product)
         return
     work()
-    made = {stage: key} | ({own: file_digests(product)[0]} if product.exists() else {})
-    write_atomic(path, json.dumps(done | made, indent=1) + "\n")
+    noted = done | {stage: key, own: product_digests(product)}
+    write_atomic(path, json.dumps(noted, indent=1) + "\n")
 
 
-def read_stages(path: Path) -> dict[str, str]:
-    """What :func:`once` noted down; nothing if that is damaged, and the stages are then done again."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
+def product_digests(product: Path) -> dict[str, str]:
+    """Of a file, or of every file below a folder by its name; the model card is the reader's to edit."""
+    if not product.is_dir():
+        return {product.name: file_digest(product)} if product.exists() else {}
+    files = sorted(path for path in product.rglob("*") if path.is_file() and path != product / CARD)
+    return {str(path.relative_to(product)): file_digest(path) for path in files}
 
 
 def file_digests(path: Path) -> list[str]:
     """Of a file, or of every file below a folder."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    return [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files]
+    return [file_digest(file) for file in files]
+
+
+def export_folder(cfg: Config, run_dir: Path) -> Path:
+    return Path(cfg.export.dir or run_dir / "export")
 
 
 def checkpoint_digest(folder: Path) -> str:
-    files = json.loads((folder / STATE).read_text(encoding="utf-8"))["files"]
-    return digest([files["model.safetensors"]])
+    """Of all that evaluation and export take from a checkpoint: the drafter, and the target if it was trained along."""
+    files = read_notes(folder / STATE)["files"]
+    return digest([{name: files[name] for name in sorted(files) if name != OPTIMIZER}])

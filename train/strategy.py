@@ -1,6 +1,6 @@
 """How a run is spread over devices and processes: the only file that knows about strategies.
 
-The trainer sees an :class:`accelerate.Accelerator` and :func:`micro_step`; nothing else here.
+The trainer sees an :class:`accelerate.Accelerator`, :func:`wrap` and :func:`micro_step`; nothing else here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
+from torch.optim import Optimizer
 
 from models.device import pick_device
 from models.errors import EyasError
@@ -71,6 +73,20 @@ def _forget_previous_run(*, keep_processes: bool) -> None:
     """Drop Accelerate's global state, so that a sweep may change precision or device between its jobs."""
     AcceleratorState._reset_state(reset_partial_state=not keep_processes)
     GradientState._reset_state()
+
+
+def wrap(
+    accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, unused: bool
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """The module as this strategy calls it, and its optimizer.
+
+    ``unused``: some steps leave some parameters without a gradient. Processes that exchange gradients then have to look
+    for those in every step, which costs a walk through the graph; they would wait for them otherwise.
+    """
+    if accelerator.ddp_handler is not None:
+        accelerator.ddp_handler.find_unused_parameters = unused
+    model, prepared = accelerator.prepare(module, optimizer)
+    return model, prepared
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """``python -m train --multirun KEY=A,B ...``: every combination in a process and a folder of its own, then one report.
 
     outputs/sweeps/SWEEP/JOB/    a run like any other; SWEEP names what is swept and what is fixed, JOB the values
-    outputs/sweeps/SWEEP/        report.json and its company: all finished jobs on the same prompts; sweep.json
+    outputs/sweeps/SWEEP/        report.json and its company: all finished jobs on the same prompts; sweep.json: every
+                                 job and how far it got
 
 A job that is wrong or dies doesn't stop the others. The same command goes on: finished jobs pass at once. Hydra's own
 sweeps run all jobs in one process, which a job that runs out of memory takes down.
@@ -19,7 +20,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,18 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from conf import CONF_DIR, PRIMARY, folder_name
-from conf.cli import INTERRUPTED, USER_MISTAKE
+from conf.cli import INTERRUPTED, ONE_PROCESS, USER_MISTAKE
 from conf.explain import MISTAKES, explain
 from conf.schema import Config
 from conf.validate import resolve
 from models.errors import EyasError
 from models.files import write_atomic
+from models.run_folder import REPORT, STAGES, read_notes
 from models.visible import visible
 
 SWEEPS = Path("outputs") / "sweeps"
-RECORD, REPORT, STAGES = "sweep.json", "report.json", "stages.json"
+RECORD = "sweep.json"
+UNFINISHED = "not finished"  # what a killed sweep leaves written about the job it was at and those behind
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 Start = Callable[[str, Sequence[str]], int]  # (verb, overrides) -> exit code
@@ -54,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """A job that was tried. cfg: its configuration, None if that is wrong; message: why it didn't finish, or None."""
+    """How far a job got. cfg: its configuration, None if that is wrong; message: why it isn't finished; None: it is."""
 
     job: Job
     cfg: Config | None
@@ -70,10 +73,13 @@ def run_sweep(overrides: Sequence[str], start: Start | None = None) -> int:
     """
     start = start or start_process
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise EyasError("--multirun: a sweep runs in one process; start its runs one by one for several")
+        raise EyasError(ONE_PROCESS)
     folder, jobs = plan(overrides)
-    done = [train(one, f"job {i + 1} of {len(jobs)}", start) for i, one in enumerate(checked(jobs))]
+    done = checked(jobs)
     record(folder, done)
+    for i, one in enumerate(done):
+        done[i] = train(one, f"job {i + 1} of {len(jobs)}", start)
+        record(folder, done)
     codes = [one.code for one in done]
     finished = [one for one in done if one.message is None]
     codes.append(compare(folder, finished, start) if len(jobs) > 1 else 0)
@@ -140,7 +146,7 @@ def composed(job: Job) -> Done:
     except MISTAKES as mistake:
         say(f"{job.name}: {explain(mistake)}")
         return Done(job, None, USER_MISTAKE, f"left out, {explain(mistake)}")
-    return Done(job, cfg)
+    return Done(job, cfg, message=UNFINISHED)
 
 
 # --- doing it ---
@@ -155,7 +161,7 @@ def train(one: Done, number: str, start: Start) -> Done:
     if code == INTERRUPTED:
         sys.exit(INTERRUPTED)
     if code == 0:
-        return one
+        return replace(one, message=None)
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return Done(one.job, one.cfg, code, f"failed, {how}; what it said stands above")
 
@@ -197,9 +203,8 @@ def compare(folder: Path, finished: Sequence[Done], start: Start) -> int:
     for note in differences(alike):
         say(note)
     key = comparison_key(alike)
-    if (folder / REPORT).exists() and read_json(folder / RECORD).get("comparison") == key:
+    if read_notes(folder / RECORD).get("comparison") == key and show(folder / REPORT):
         say(f"comparison: up to date, {folder / REPORT}")
-        show(folder / REPORT)
         return 0
     entries = ",".join(quoted(str(one.job.folder)) for one in alike)
     own = [text for text in alike[0].job.overrides if not text.startswith("drafter_path=")]
@@ -248,21 +253,27 @@ def comparison_key(compared: Sequence[Done]) -> str:
 
 def evaluation(one: Done) -> str | None:
     """What a job's own measurement was made from, as it noted down; None if it had nothing to measure on."""
-    found = read_json(one.job.folder / STAGES).get("evaluation")
+    found = read_notes(one.job.folder / STAGES).get("evaluation")
     return None if found is None else str(found)
 
 
-def show(report: Path) -> None:
+def show(path: Path) -> bool:
+    """Print a report; False if there is none, or one that this version doesn't write."""
     from eval.look.report import print_report
+    from eval.look.table import VERSION
 
-    print_report(json.loads(report.read_text(encoding="utf-8")))
+    report = read_notes(path)
+    if report.get("version") != VERSION:
+        return False
+    print_report(report)
+    return True
 
 
 # --- what is kept and said ---
 
 
 def record(folder: Path, done: Sequence[Done]) -> None:
-    """Note the jobs in sweep.json, for readers that are programs."""
+    """Note the jobs in sweep.json as far as they got, for readers that are programs."""
     jobs = [
         {"name": one.job.name, "folder": str(one.job.folder), "overrides": one.job.overrides, "message": one.message}
         for one in done
@@ -272,15 +283,7 @@ def record(folder: Path, done: Sequence[Done]) -> None:
 
 
 def note_down(folder: Path, content: dict[str, Any]) -> None:
-    write_atomic(folder / RECORD, json.dumps(read_json(folder / RECORD) | content, indent=1) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one where there is none, or a damaged one."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
+    write_atomic(folder / RECORD, json.dumps(read_notes(folder / RECORD) | content, indent=1) + "\n")
 
 
 def quoted(text: str) -> str:

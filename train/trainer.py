@@ -28,14 +28,16 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.objective import Objective
 from train.checkpoint import CheckpointDir, TrainState
+from train.clock import Clock
 from train.joint import JointTraining
 from train.metrics import Totals, sum_over_processes
 from train.optim import build_optimizer, lr_factor, set_lr
-from train.strategy import micro_step
-from train.tracking import Clock, Tracker, progress
+from train.strategy import micro_step, wrap
+from train.tracking import Tracker, progress
 from train.validation import rates, score_held_out
 
 VALIDATIONS = 8  # a run, where train.eval_every leaves it open
+SIMULATED = ("tau_t0", "simulated")  # where the tau that decides stands in a row, and what best.json calls it
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ class Trainer:
     ``content`` are digests of what the run is fed (features, target, vocabulary): a checkpoint made from other
     content is refused. ``weights``: how often each training document comes in an epoch. ``frozen`` must be on the
     accelerator's device. ``joint``: the target is trained along. ``measure``: greedy tau of the drafter as it is, by
-    the verifier (called on the main process), which then decides what is best instead of the simulated one.
+    the verifier, which then decides what is best instead of the simulated one; every process is given one, only that of
+    the main process is called.
     """
 
     def __init__(
@@ -105,7 +108,9 @@ class Trainer:
             backbone=joint.model.trained_backbone() if joint else None,
             backbone_lr=cfg.joint.lr,
         )
-        self.model, self.optimizer = accelerator.prepare(self.module, optimizer)
+        # The first stage of joint training leaves the target's parameters alone, and depths that aren't trained theirs.
+        unused = joint is not None or (drafter.max_depth or 0) > t.depths
+        self.model, self.optimizer = wrap(accelerator, self.module, optimizer, unused=unused)
         self.checkpoints = CheckpointDir(run_dir, t.keep_last)
         self.state = TrainState(total_steps=self.total, content=dict(content))
         self.window = Totals(t.depths, accelerator.device)
@@ -185,7 +190,7 @@ class Trainer:
         return replace(self.spec, lm_weight=lm * slots / max(1, labels), draft_weight=draft)
 
     def _validate(self, tracker: Tracker | None) -> bool:
-        """Score the held-out documents; whether the simulated greedy tau is the best so far."""
+        """Score the held-out documents; whether the greedy tau that decides is the best so far."""
         assert self.valid_source is not None
         totals, walks = self._score(self.valid_source)
         row = totals.averages()
@@ -200,12 +205,13 @@ class Trainer:
         if tracker is not None:
             tracker.log(self.state.step, "valid", row)
         log.info(
-            "step %d: held out: loss %.4f, simulated tau (chain of %d) %.3f at T=0, %.3f at T=1%s; accuracy %s",
+            "step %d: held out: loss %.4f, simulated tau (chain of %d) %.3f at T=0, %.3f at T=1%s%s; accuracy %s",
             self.state.step,
             row["loss"],
             self.chain,
             row["tau_t0"],
             row["tau_t1"],
+            f", measured {row['tau_measured']:.3f}" if self.measure else "",
             ", the best so far" if improved else "",
             rates(row["accuracy"]),
         )
@@ -221,12 +227,17 @@ class Trainer:
         return found
 
     def _improves(self, row: Mapping[str, Any]) -> bool:
-        """Whether this validation is the best so far; counts those that are not, and stops the run at too many."""
-        by, patience, best = "tau_measured" if self.measure else "tau_t0", self.cfg.train.patience, self.state.best
-        improved = best is None or best["chain"] != self.chain or row[by] > best.get(by, 0.0)
+        """Whether this validation is the best so far; counts those that are not, and stops the run at too many.
+
+        A best of another chain or another kind of tau (a resumed run may change both) is not compared with.
+        """
+        key, by = ("tau_measured", f"measured on {self.cfg.train.tau_prompts} prompts") if self.measure else SIMULATED
+        patience, best = self.cfg.train.patience, self.state.best
+        alike = best is not None and (best["chain"], best.get("by", SIMULATED[1])) == (self.chain, by)
+        improved = best is None or not alike or row[key] > best[key]
         if improved:
             kept = {n: row[n] for n in ("tau_t0", "tau_t1", "tau_measured") if n in row}
-            self.state.best = {"step": self.state.step, "chain": self.chain} | kept
+            self.state.best = {"step": self.state.step, "chain": self.chain, "by": by} | kept
         self.state.stale = 0 if improved else self.state.stale + 1
         self.state.stopped = patience is not None and self.state.stale >= patience
         return improved

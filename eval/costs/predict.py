@@ -25,7 +25,7 @@ from eval.costs.tune import (
     NONE,
     Tuned,
     calibration_ranks,
-    save_tuned,
+    save_shape,
     tune,
     tune_sampled,
     untold,
@@ -166,7 +166,7 @@ def sampled_taus(target: Target, candidate: Candidate, texts: Sequence[Text]) ->
     return chain_taus((accepts(score, greedy=False) for score in scores if score is not None), depths)
 
 
-def tuned(bench: Bench, prompts: Sequence[Prompt], costs: CostModel, folder: Path) -> Bench:
+def tune_shapes(bench: Bench, prompts: Sequence[Prompt], costs: CostModel, folder: Path) -> Bench:
     """The bench with the shape predicted to be fastest for each candidate at the first temperature, on what the target
     says to ``prompts``; saved in ``folder`` for ``verify.tree``. It is a chain where drafts are sampled there. n-grams
     keep their chain, and so does every candidate of which nothing is known."""
@@ -195,7 +195,7 @@ def choose(
         return candidate.with_shape(chain(1))
     if bench.processes.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        save_tuned(folder / f"{candidate.name.replace(' ', '_')}.json", found)
+        save_shape(folder / f"{candidate.name.replace(' ', '_')}.json", found)
     best = found.best
     log.info(
         "verify.tune: %s: %s of %d nodes in %d levels, %.2f tokens a pass and a speed-up of %.2f expected",

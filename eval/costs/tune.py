@@ -183,7 +183,7 @@ def calibration_ranks(
     return drafter_ranks(target, drafter, frozen, texts, min(depths, drafter.max_depth or depths))
 
 
-def save_tuned(file: str | Path, tuned: Tuned) -> None:
+def save_shape(file: str | Path, tuned: Tuned) -> None:
     """The chosen shape as a tree file for ``verify.tree``. Raises ValueError where it is no drafts at all."""
     best = tuned.best
     if best is None or not tuned.paths:

@@ -22,7 +22,19 @@ from transformers import PreTrainedTokenizerBase
 
 from data.look.preview import UNFINISHED, pieces
 from eval.look.origin import ACCEPTED, Origin, cut, origins
-from eval.look.table import LOSSY, NOTE, Table, columns, comparisons, interval, ordered, predictions, sections, shape
+from eval.look.table import (
+    LOSSY,
+    NOTE,
+    Table,
+    columns,
+    comparisons,
+    interval,
+    ordered,
+    predictions,
+    sections,
+    shape,
+    target_of,
+)
 from eval.numbers.metrics import NO_CATEGORY
 from models.visible import visible
 
@@ -97,6 +109,7 @@ def page(
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         shape=shape,
+        target_of=target_of,
         note=NOTE,
         headline=_headline(runs),
         settings=[(key, _setting(value)) for key, value in report["settings"].items()],
@@ -263,7 +276,9 @@ def _headline(runs: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
         tau, bounds = run["acceptance"]["tau"], run["acceptance"]["interval"]
         first = run["speed"][0] if run["speed"] else None
         speed = f"speed-up {first['speed_up']:.2f}x" if first and first["speed_up"] else ""
-        note = ", ".join(part for part in ("" if bounds is None else f"95%: {interval(bounds)}", speed) if part)
+        target = "target CHANGED" if run.get("target") else ""
+        told = ("" if bounds is None else f"95%: {interval(bounds)}", speed, target)
+        note = ", ".join(part for part in told if part)
         marked = "" if run["lossless"] else f" {LOSSY}"
         value = "-" if tau is None else f"{tau:.2f}"
         cards.append((f"{run['drafter']}, T = {run['temperature']:g}{marked}", value, note))

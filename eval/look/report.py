@@ -25,11 +25,12 @@ from eval.look.page import TokenText, page
 from eval.look.table import LOSSY, NONE, NOTE, WIDE, columns, comparisons, legend, ordered, predictions, sections
 from eval.look.table import Table as Words
 from models.files import write_atomic
+from models.run_folder import REPORT
 from models.visible import visible
 
 log = logging.getLogger(__name__)
 
-REPORT, GENERATIONS, PAGE, PLOTS_FOLDER = "report.json", "generations.jsonl", "report.html", "plots"
+GENERATIONS, PAGE, PLOTS_FOLDER = "generations.jsonl", "report.html", "plots"
 ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 NAME_WIDTH, CELL_WIDTH = 25, 18  # of the big table's columns; what doesn't fit beside each other comes below
 

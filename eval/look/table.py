@@ -9,6 +9,7 @@ VERSION = 2  # of report.json's structure
 NONE = "-"
 WIDE = 38  # characters of a cell with the intervals of two rates
 LOSSY = "LOSSY"
+TUNED = " (tuned target)"  # behind the name of a drafter that was trained together with its target
 TOO_FEW = "too few prompts"
 NOTE = (
     "rate per depth: share of all passes that accepted it (of those that accepted the depth before). c: a level of "
@@ -54,10 +55,10 @@ def ordered(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     Their ``drafts`` also say what the settings make of the depth, ``target`` what became of the drafter's target.
     """
     temperatures = list(dict.fromkeys(run["temperature"] for run in report["runs"]))
-    changed = {drafter["name"]: drafter.get("target") for drafter in report["drafters"]}
+    targets = {drafter["name"]: drafter.get("target") for drafter in report["drafters"]}
     limits = _limits(report["settings"])
     limited = [
-        {**run, "drafts": run["drafts"] + limits, "target": changed.get(run["drafter"])} for run in report["runs"]
+        {**run, "drafts": run["drafts"] + limits, "target": targets.get(run["drafter"])} for run in report["runs"]
     ]
     return sorted(limited, key=lambda run: temperatures.index(run["temperature"]))
 
@@ -94,7 +95,7 @@ def sections(runs: Sequence[Mapping[str, Any]], *, wide: bool = False) -> list[S
 def _acceptance(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     yield Line("output", ["lossless" if run["lossless"] else f"{LOSSY} (typical)" for run in runs])
     if any(run.get("target") for run in runs):
-        yield Line("target", [changed(run["target"]) if run.get("target") else "the original" for run in runs])
+        yield Line("target", [changed(run.get("target")) for run in runs])
         yield Line("  its perplexity", [perplexity(run.get("target")) for run in runs])
     yield Line("drafts", [run["drafts"] for run in runs])
     yield _line(runs, "tau", "acceptance", "tau")
@@ -189,12 +190,15 @@ def _ends(runs: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
 
 
 def comparisons(report: Mapping[str, Any]) -> Table:
-    """Drafters against each other on the same prompts. Better or worse: the interval excludes no difference."""
+    """Drafters against each other on the same prompts. Better or worse: the interval excludes no difference. What was
+    measured with a tuned target is marked: its texts are others."""
     headings = ["a", "b", "T", "tau a - b", "95% interval", "a is", "speed a / b", "95% interval", "a is"]
     lossy = {(run["drafter"], run["temperature"]) for run in report["runs"] if not run["lossless"]}
+    tuned = {drafter["name"] for drafter in report["drafters"] if drafter.get("target")}
     rows = []
     for found in report["comparisons"]:
         marks = [f" {LOSSY}" if (found[side], found["temperature"]) in lossy else "" for side in "ab"]
+        marks = [mark + TUNED * (found[side] in tuned) for side, mark in zip("ab", marks, strict=True)]
         speed = found["speed_interval"]
         ratio = found["speed_ratio"]
         rows.append(
@@ -263,13 +267,20 @@ def _ngrams(report: Mapping[str, Any]) -> list[str]:
 def legend(drafter: Mapping[str, Any]) -> str:
     """A drafter of the report in words: its name, tree, where it was loaded from, and what became of its target."""
     source = f", from {drafter['path']}" if drafter["path"] else ""
-    target = drafter.get("target")
-    told = f"; target {changed(target)}, perplexity {perplexity(target)}" if target else ""
+    told = f"; target {target_of(drafter)}" if drafter.get("target") else ""
     return f"{drafter['name']}: {shape(drafter)}{source}{told}"
 
 
-def changed(target: Mapping[str, Any]) -> str:
+def target_of(drafter: Mapping[str, Any]) -> str:
+    """Which target a drafter of the report goes with, and what its training did to that."""
+    told = perplexity(drafter.get("target"))
+    return changed(drafter.get("target")) + ("" if told == NONE else f", perplexity {told}")
+
+
+def changed(target: Mapping[str, Any] | None) -> str:
     """A warning in words: lossless then means that the output is the tuned target's."""
+    if not target:
+        return "the original"
     return "CHANGED by training" + {"lora": " (LoRA)", "full": " (all weights)"}.get(target["kind"], "")
 
 
