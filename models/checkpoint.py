@@ -74,7 +74,10 @@ def read_weights(folder: Path, vocab_size: int) -> tuple[DraftVocab, dict[str, T
 
 
 def fill(drafter: Drafter, weights: dict[str, Tensor], folder: Path) -> None:
-    """Load a state dict strictly, with a message instead of a trace where it doesn't fit."""
+    """Load a state dict strictly, with a message instead of a trace where it doesn't fit or holds no numbers."""
+    for name, tensor in weights.items():
+        if not bool(tensor.isfinite().all()):
+            raise EyasError(f"{folder}: {name} holds NaN or infinite values; the drafter is broken")
     try:
         drafter.load_state_dict(weights)
     except RuntimeError as error:

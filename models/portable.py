@@ -82,8 +82,12 @@ def staged(folder: Path) -> Iterator[Path]:
     """A temporary folder beside ``folder`` that takes its place when the block ends well.
 
     What is there already stays untouched until then, and for good if the block raises. Only an earlier export
-    (or an empty folder) is ever replaced: a folder that holds anything else is refused.
+    (or an empty folder) is ever replaced: a folder that holds anything else is refused. Behind a link it is the folder
+    linked to.
     """
+    folder = folder.resolve()
+    if Path.cwd().is_relative_to(folder):
+        raise EyasError(f"{folder}: is the current folder or holds it; export to a folder of its own")
     temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in (f"tmp-{os.getpid()}", "old"))
     if old.exists():  # a run died between the two renames below
         if folder.exists():

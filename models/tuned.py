@@ -81,6 +81,8 @@ def tuned(folder: Path) -> dict[str, Any] | None:
         about: dict[str, Any] = dict(told)
         if about["format"] != FORMAT or about["kind"] not in KINDS:
             raise ValueError(f"format {about['format']}, kind {about['kind']}")
+        if about["kind"] == "lora" and not all(isinstance(about["lora"][key], int | float) for key in LORA_KEYS):
+            raise ValueError(f"lora {about['lora']}, which must have the numbers {', '.join(LORA_KEYS)}")
     except (ValueError, KeyError, TypeError) as error:
         raise EyasError(f"{path}: does not describe a tuned target ({error})") from error
     return about
@@ -191,6 +193,8 @@ def _fill(backbone: nn.Module, lora: Mapping[str, Any] | None, folder: Path) -> 
         if tensor.shape != expected[name].shape:
             shapes = f"{list(tensor.shape)} instead of {list(expected[name].shape)}"
             raise EyasError(f"{path}: {name}: has shape {shapes}; it was trained for another target")
+        if not bool(tensor.isfinite().all()):
+            raise EyasError(f"{path}: {name}: holds NaN or infinite values; the tuned target is broken")
     with torch.no_grad():
         for name, tensor in tensors.items():
             expected[name].copy_(tensor)

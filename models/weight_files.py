@@ -29,7 +29,7 @@ FILES = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
-BROKEN = (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+BROKEN = (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, pickle.UnpicklingError)
 PATTERNS = ("*.safetensors", "*.bin", "*.pt")  # under another name, where there is only one such file
 # How weights of any format end, and lists of what is in them.
 ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")

@@ -186,13 +186,19 @@ def test_a_tuned_target_that_does_not_fit_is_told(folder: Path, tmp_path: Path) 
     tensors = load_file(tmp_path / WEIGHTS)
     name = sorted(tensors)[0]
     missing = {key: value for key, value in tensors.items() if key != name}
-    for spoiled, word in ((missing, "missing"), (tensors | {name: tensors[name][:-1].clone()}, "shape")):
+    shorter, broken = tensors[name][:-1].clone(), tensors[name] * float("nan")
+    for spoiled, word in (
+        (missing, "missing"),
+        (tensors | {name: shorter}, "shape"),
+        (tensors | {name: broken}, "NaN"),
+    ):
         save_file(spoiled, tmp_path / WEIGHTS)
         with pytest.raises(EyasError, match=f"{name}.*{word}"):
             apply_tuned(Target.load(str(folder)), tmp_path)
-    (tmp_path / ABOUT).write_text(json.dumps({"format": 7, "kind": "lora"}))
-    with pytest.raises(EyasError, match="target.json"):
-        tuned(tmp_path)
+    for about in ({"format": 7, "kind": "lora"}, *({"kind": "lora", "lora": lora} for lora in ({}, {"rank": "x"}))):
+        (tmp_path / ABOUT).write_text(json.dumps({"format": 1} | about))
+        with pytest.raises(EyasError, match="target.json"):
+            tuned(tmp_path)
 
 
 def test_impossible_wishes(folder: Path) -> None:

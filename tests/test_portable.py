@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.checkpoint import save_drafter
 from models.errors import EyasError
 from models.portable import check_export, load_export, open_drafter, serve, write_export
 from scripts.card import About
@@ -176,3 +178,42 @@ def test_layer_ids_of_either_convention_are_read(tmp_path: Path) -> None:
     assert load_export(tmp_path / "out").tap_ids == (2, 3, 5)
     rewrite(tmp_path / "out", lambda tensors, config: config.pop("eagle_aux_hidden_state_layer_ids"))
     assert load_export(tmp_path / "out").tap_ids == (2, 3, 5)
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("real")
+    for _ in range(2):
+        exported(link)
+        assert link.is_symlink() and (tmp_path / "real" / "model.safetensors").is_file()
+        assert {path.name for path in tmp_path.iterdir()} == {"real", "link"}
+
+
+def test_the_current_folder_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for folder in (".", ".."):
+        with pytest.raises(EyasError, match="current folder"):
+            exported(Path(folder))
+    assert here.is_dir() and not list(here.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"."])
+def test_a_download_that_broke_off(tmp_path: Path, content: bytes) -> None:
+    """Pickled weights of no or one byte: whatever reading them raises is told with the file's name."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(EyasError, match=r"pytorch_model\.bin"):
+        open_drafter(tmp_path)
+
+
+def test_a_checkpoint_of_no_numbers(tmp_path: Path) -> None:
+    drafter, _ = make()
+    save_drafter(drafter, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["fc.weight"][0, 0] = float("inf")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(EyasError, match=r"fc\.weight holds NaN or infinite"):
+        open_drafter(tmp_path)
