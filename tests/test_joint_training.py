@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM
 from conf.schema import Config, JointConfig, OptimConfig, TargetConfig, TrackerConfig, TrainConfig
 from data.features.source import TokensOnly
 from data.masks.examples import Example
+from models.errors import EyasError
 from models.target import Target
 from models.tuned import WEIGHTS, apply_tuned, tuned
 from models.vocab import DraftVocab
 from tests.linear_drafter import LinearDrafter
 from tests.tiny import tiny_target
 from train.joint import JointTraining
+from train.optim import set_lr
 from train.strategy import build_accelerator
 from train.tracking import read_metrics
 from train.trainer import Fitted, Trainer
@@ -167,3 +169,36 @@ def test_patience_counts_measured_tau(folder: Path, tmp_path: Path) -> None:
     again = make(folder, tmp_path, cfg, measure=lambda: 9.9).fit()
     assert again.steps == 8 and again.checkpoint == fitted.checkpoint
     assert [row["tau_measured"] for row in read_metrics(tmp_path / "metrics.jsonl", "valid")] == [1.2, 1.5, 1.4, 1.5]
+
+
+def test_the_second_stage_has_a_learning_rate_schedule_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """2 of 6 steps for the drafter alone; then the target's warm-up of half of the other 4, and a fall to a tenth."""
+    cfg = config(JointConfig(backbone="full", warmup=2, lr=1e-3))
+    cfg.optim = OptimConfig(lr=1.0, warmup=0.5, schedule="wsd", decay=0.5, min_lr=0.1, max_grad_norm=1e9)
+    trainer = make(folder, tmp_path, cfg)
+    assert trainer.joint is not None
+    factors = [trainer.joint.lr_factor(step, 6, cfg.optim) for step in range(6)]
+    assert factors == pytest.approx([0.0, 0.0, 0.5, 1.0, 0.55, 0.1])
+    optimizer = trainer.optimizer.optimizer
+    set_lr(optimizer, 0.25, 0.5)
+    assert {(group["backbone"], group["lr"]) for group in optimizer.param_groups} == {(False, 0.25), (True, 5e-4)}
+
+
+def test_a_first_stage_that_leaves_nothing_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(EyasError, match=r"joint\.warmup=1000: as long as the whole run of 6 steps"):
+        make(folder, tmp_path, config(JointConfig(backbone="lora", warmup=1000))).fit()
+
+
+def test_a_target_that_diverges_stops_the_run(folder: Path, tmp_path: Path) -> None:
+    """A perplexity beyond all numbers is told like any loss that is not finite, with the key that does it."""
+    cfg = config(JointConfig(backbone="full", lr=1e30), steps=30, eval_every=1)
+    with pytest.raises(EyasError, match=r"not finite.*joint\.lr \(now 1e\+30\)"):
+        make(folder, tmp_path, cfg).fit()
+
+
+def test_patience_is_judged_anew_when_a_run_goes_on(folder: Path, tmp_path: Path) -> None:
+    taus = iter([1.5, 1.4, 1.3, 1.2, 1.1, 1.0])
+    cfg = config(JointConfig(backbone="lora"), steps=8, eval_every=2, save_every=2, patience=2, tau="measured")
+    assert make(folder, tmp_path, cfg, measure=lambda: next(taus)).fit().steps == 6
+    cfg.train.patience = None
+    assert make(folder, tmp_path, cfg, measure=lambda: next(taus)).fit().steps == 8

@@ -112,7 +112,7 @@ def test_a_backbone_moves_by_its_own_rate() -> None:
     before = drafter.mix.weight.detach().clone()
     for parameter in (weight, drafter.mix.weight):
         parameter.grad = torch.full_like(parameter, 0.3)
-    set_lr(optimizer, 0.5)
+    set_lr(optimizer, 0.5, 0.5)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((3, 3), -2.5e-4), rtol=1e-5, atol=0)
     torch.testing.assert_close(drafter.mix.weight.detach(), before - 1e-3, rtol=1e-5, atol=1e-7)

@@ -61,7 +61,7 @@ class Totals:
             **{name: named[name] for name in ("ce", "kl", "alpha", "mass")},
             "accuracy": named["match"],
             **({"extra": named["extra"]} if any(named["extra"]) else {}),
-            **({"perplexity": math.exp(lm / lm_tokens)} if lm_tokens else {}),
+            **({"perplexity": perplexity(lm / lm_tokens)} if lm_tokens else {}),
             "slots": [int(c) for c in count],
         }
 
@@ -79,3 +79,8 @@ def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
     """The element-wise sum of ``values`` over all processes, on every process."""
     total: Tensor = accelerator.reduce(values.clone(), reduction="sum")
     return total
+
+
+def perplexity(nll: float) -> float:
+    """exp of a mean -log p; infinite where that is no number any more."""
+    return math.exp(nll) if nll < 700 else math.inf

@@ -37,10 +37,11 @@ def lr_factor(step: int, total: int, optim: OptimConfig) -> float:
     return 1.0 - (1 - optim.min_lr) * max(0, done - (total - decay)) / decay
 
 
-def set_lr(optimizer: Optimizer, factor: float) -> float:
-    """Give every group its peak learning rate times ``factor``; returns that of the first group."""
+def set_lr(optimizer: Optimizer, factor: float, backbone: float = 1.0) -> float:
+    """Give every group its peak learning rate times ``factor``, or ``backbone`` if it is of a target that is trained
+    along; returns that of the first group."""
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = group["peak_lr"] * (backbone if group["backbone"] else factor)
     return float(optimizer.param_groups[0]["lr"])
 
 
@@ -65,7 +66,8 @@ def build_optimizer(
     if backbone is not None:
         peak = optim.lr if backbone_lr is None else backbone_lr
         matrices, _, vectors = by_kind(backbone, set())
-        groups += [_group(matrices, peak, optim.weight_decay), _group(vectors, peak, 0.0)]
+        both = [_group(matrices, peak, optim.weight_decay), _group(vectors, peak, 0.0)]
+        groups += [group | {"backbone": True} for group in both]
     groups = [group for group in groups if group["params"]]
     betas = (float(optim.betas[0]), float(optim.betas[1]))
     if muon:
@@ -85,7 +87,7 @@ def by_kind(parameters: Iterable[Tensor], vocab_sizes: set[int]) -> tuple[list[T
 
 
 def _group(parameters: list[Tensor], lr: float, weight_decay: float) -> dict[str, Any]:
-    return {"params": parameters, "weight_decay": weight_decay, "lr": lr, "peak_lr": lr}
+    return {"params": parameters, "weight_decay": weight_decay, "lr": lr, "peak_lr": lr, "backbone": False}
 
 
 class Muon(Optimizer):

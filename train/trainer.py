@@ -160,7 +160,8 @@ class Trainer:
         weight = world / slots if mine else 0.0
         spec = self._spec_of(step, slots, documents)
         micro_steps = mine or range(1)
-        set_lr(self.optimizer, lr_factor(step, self.total, self.cfg.optim))
+        of_target = self.joint.lr_factor(step, self.total, self.cfg.optim) if self.joint else 0.0
+        set_lr(self.optimizer, lr_factor(step, self.total, self.cfg.optim), of_target)
         for number in micro_steps:
             batch = self.train_source.batch(bins[number]).to(accelerator.device)
             seed = bin_seed(self.cfg.seed, step, number)
@@ -196,7 +197,7 @@ class Trainer:
         row = totals.averages()
         (accepted_t0, passes_t0), (accepted_t1, passes_t1) = walks
         row |= {"tau_t0": 1 + accepted_t0 / max(passes_t0, 1e-9), "tau_t1": 1 + accepted_t1 / max(passes_t1, 1e-9)}
-        self._require_finite(row["loss"], "the validation loss")
+        self._require_finite(row["loss"] + row.get("perplexity", 0.0), "the validation loss")
         if self.measure is not None:
             row["tau_measured"] = self._measured()
         if self.joint:
@@ -232,15 +233,19 @@ class Trainer:
         A best of another chain or another kind of tau (a resumed run may change both) is not compared with.
         """
         key, by = ("tau_measured", f"measured on {self.cfg.train.tau_prompts} prompts") if self.measure else SIMULATED
-        patience, best = self.cfg.train.patience, self.state.best
+        best = self.state.best
         alike = best is not None and (best["chain"], best.get("by", SIMULATED[1])) == (self.chain, by)
         improved = best is None or not alike or row[key] > best[key]
         if improved:
             kept = {n: row[n] for n in ("tau_t0", "tau_t1", "tau_measured") if n in row}
             self.state.best = {"step": self.state.step, "chain": self.chain, "by": by} | kept
         self.state.stale = 0 if improved else self.state.stale + 1
-        self.state.stopped = patience is not None and self.state.stale >= patience
+        self.state.stopped = self._impatient()
         return improved
+
+    def _impatient(self) -> bool:
+        patience = self.cfg.train.patience
+        return patience is not None and self.state.stale >= patience
 
     def _measured(self) -> float:
         """tau by the verifier, on the main process; all processes get its number."""
@@ -290,7 +295,8 @@ class Trainer:
             newest = self.checkpoints.latest()
             raise EyasError(
                 f"step {self.state.step}: {what} is not finite. Lower optim.lr (now {self.cfg.optim.lr:g}), "
-                "lengthen optim.warmup or use train.precision=fp32, under another name=; the last checkpoint is "
+                + (f"joint.lr (now {self.cfg.joint.lr:g}), " if self.joint else "")
+                + "lengthen optim.warmup or use train.precision=fp32, under another name=; the last checkpoint is "
                 f"{newest or 'none'}"
             )
 
@@ -325,6 +331,7 @@ class Trainer:
                 f"(train.init_from={newest} starts from these weights)"
             )
         self.state = self.checkpoints.restore(newest, self.drafter, self.optimizer.optimizer, self.joint)
+        self.state.stopped = self._impatient()  # train.patience may be another one now
         if main:
             self.window.load(self.state.window)
             self.checkpoints.mark_best(self.state.best)
