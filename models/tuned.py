@@ -75,6 +75,8 @@ def tuned(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / ABOUT
     told: Any = read_json(path) if path.is_file() else _note(folder)
+    if told is None and (folder / WEIGHTS).is_file():
+        raise EyasError(f"{path}: missing, although {WEIGHTS} beside it is a tuned target's")
     if told is None:
         return None
     try:

@@ -97,6 +97,10 @@ def run_export(cfg: Config) -> Path:
             f"{source}: drafts for a vocabulary of {drafter.vocab.size}, target.path={cfg.target.path} has "
             f"{frozen.vocab_size}; it was trained for another target"
         )
+    into = Path(cfg.export.dir or run / "export").resolve()
+    for key, used in (("target.path", Path(target)), ("drafter_path", source)):
+        if used.resolve().is_relative_to(into):
+            raise EyasError(f"export.dir={into}: holds {used}, which {key} names and an export would replace")
     how = {"dtype": cfg.target.dtype, "trust_remote_code": cfg.target.trust_remote_code}
     return export(
         drafter,

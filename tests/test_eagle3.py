@@ -165,3 +165,8 @@ def test_same_seed_same_drafter() -> None:
     one, two, other = (Eagle3Drafter.create(frozen, vocab, TAPS, seed=s) for s in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.midlayer.mlp.up_proj.weight, other.midlayer.mlp.up_proj.weight)
+
+
+def test_without_taps_there_is_nothing_to_read() -> None:
+    with pytest.raises(EyasError, match=r"target\.taps=\[\]"):
+        Eagle3Drafter.create(random_frozen(), random_vocab(40, 17), ())

@@ -195,8 +195,12 @@ def test_a_tuned_target_that_does_not_fit_is_told(folder: Path, tmp_path: Path) 
         save_file(spoiled, tmp_path / WEIGHTS)
         with pytest.raises(EyasError, match=f"{name}.*{word}"):
             apply_tuned(Target.load(str(folder)), tmp_path)
-    for about in ({"format": 7, "kind": "lora"}, *({"kind": "lora", "lora": lora} for lora in ({}, {"rank": "x"}))):
-        (tmp_path / ABOUT).write_text(json.dumps({"format": 1} | about))
+    (tmp_path / ABOUT).unlink()
+    with pytest.raises(EyasError, match="target.json: missing"):
+        tuned(tmp_path)
+    wrong: list[dict[str, Any]] = [{"format": 7}, {"lora": {}}, {"lora": {"rank": "x"}}]
+    for about in wrong:
+        (tmp_path / ABOUT).write_text(json.dumps({"format": 1, "kind": "lora"} | about))
         with pytest.raises(EyasError, match="target.json"):
             tuned(tmp_path)
 

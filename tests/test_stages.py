@@ -117,6 +117,9 @@ def test_init_from_a_run(target: str, tmp_path: Path) -> None:
     wrong = replace(cfg, target=replace(cfg.target, taps=[0, 1, 2]))
     with pytest.raises(EyasError, match=r"train.init_from=.*: does not fit this run: taps \(1, 2, 3\) instead of"):
         run(wrong, tmp_path / "third")
+    for changes, told in (({"fc_norm": True}, "fc_norm=True"), ({"draft_vocab_size": 64}, "draft_vocab_size=64")):
+        with pytest.raises(EyasError, match=f"is another drafter .*: drafter.{told}, there it is"):
+            run(replace(cfg, drafter=cfg.drafter | changes), tmp_path / "fourth")
 
 
 def test_other_data_under_the_same_name_is_refused(target: str, tmp_path: Path) -> None:
@@ -279,7 +282,8 @@ def test_a_drafter_of_a_tuned_target_starts_with_that_target(tmp_path: Path) -> 
         folder.mkdir(parents=True)
     (checkpoint / "state.json").write_text('{"files": {}}')
     (checkpoint / "target.safetensors").write_bytes(b"adapters")
-    (checkpoint / "target.json").write_text('{"format": 1, "kind": "lora", "lora": {}, "perplexity": {}}')
+    about = {"format": 1, "kind": "lora", "lora": {"rank": 2, "alpha": 4.0, "dropout": 0.0}, "perplexity": {}}
+    (checkpoint / "target.json").write_text(json.dumps(about))
     (exported / "target/target.json").write_text(json.dumps(as_model(checkpoint)))
     (exported / "config.json").write_text(json.dumps({"eyas": {"target": as_model(checkpoint)}}))
     for start in (tmp_path / "joint", checkpoint, exported):

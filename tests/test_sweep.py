@@ -90,7 +90,7 @@ def test_every_job_is_typed_as_it_would_be_alone() -> None:
     assert len({job.folder for job in jobs}) == 4
 
 
-@pytest.mark.parametrize("typed", ["output_dir=x", "hydra.run.dir=x", "optim.lr=interval(0,1)"])
+@pytest.mark.parametrize("typed", ["output_dir=x", "export.dir=x", "hydra.run.dir=x", "optim.lr=interval(0,1)"])
 def test_what_makes_no_sweep_names_its_key(typed: str) -> None:
     with pytest.raises(EyasError, match=f"^{typed.partition('=')[0]}: "):
         plan(["seed=1,2", typed])

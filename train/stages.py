@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -182,6 +182,7 @@ def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
     if cfg.train.init_from:
         drafter = initial_drafter(cfg.train.init_from, cls, frozen, inputs.files.tap_ids)
         drafter.take_over(options)
+        check_options_of(drafter, options | {"draft_vocab_size": size}, cfg.train.init_from)
         drafter.check_depths(cfg.train.depths)
         return drafter
     if size is None:
@@ -195,6 +196,15 @@ def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
     drafter = cls.create(frozen, vocab, inputs.files.tap_ids, **options)
     drafter.check_depths(cfg.train.depths)
     return drafter
+
+
+def check_options_of(drafter: Drafter, options: Mapping[str, Any], source: str) -> None:
+    """Raise EyasError if a drafter that training starts from is not what the configuration asks for."""
+    has = drafter.architecture() | {"draft_vocab_size": len(drafter.vocab)}
+    wrong = [key for key, value in options.items() if value is not None and key in has and has[key] != value]
+    if wrong:
+        told = "; ".join(f"drafter.{key}={options[key]}, there it is {has[key]}" for key in wrong)
+        raise EyasError(f"train.init_from={source}: is another drafter than the configuration asks for: {told}")
 
 
 def check_start(cfg: Config) -> None:

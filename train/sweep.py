@@ -101,7 +101,7 @@ def plan(overrides: Sequence[str]) -> tuple[Path, list[Job]]:
     fixed: dict[str, str] = {}
     for one in parsed:
         key = one.get_key_element()
-        if key in ("output_dir", "hydra.run.dir"):
+        if key in ("output_dir", "hydra.run.dir", "export.dir"):
             raise EyasError(f"{key}: the runs of a sweep have folders of their own; name= names the sweep's folder")
         if not one.is_sweep_override():
             fixed[key] = str(one.input_line)
