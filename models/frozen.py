@@ -81,6 +81,11 @@ class FrozenTarget:
     def vocab_size(self) -> int:
         return int(self.head.shape[0])
 
+    def trainable_parameters(self) -> int:
+        """Trainable numbers among these tensors: always 0, and shown to be."""
+        tensors = [self.embedding, self.head, self.head_bias, self.final_norm, *self.last_layer.values()]
+        return sum(t.numel() for t in tensors if t is not None and t.requires_grad)
+
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embedding)
 

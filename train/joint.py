@@ -28,6 +28,10 @@ class JointTraining:
     def of(cls, target: Target, drafter: Drafter, config: JointConfig) -> JointTraining:
         return cls(JointModel(target, drafter, lora=lora_of(config), distill=config.distill), config)
 
+    def trainable_parameters(self) -> int:
+        """Of the target."""
+        return sum(p.numel() for p in self.model.trained_backbone())
+
     def weights(self, step: int, total: int) -> tuple[float, float]:
         """Weights of the target's own mean loss and of the drafter's in optimizer step ``step`` of ``total``.
 

@@ -367,11 +367,6 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.total
 
-    def _trained_of_target(self) -> int:
-        if self.joint is not None:
-            return sum(p.numel() for p in self.joint.model.trained_backbone())
-        return trainable(self.frozen)
-
     def _show_plan(self) -> None:
         """Tell what is about to be trained, on what and for how long."""
         source, kept, t = self.train_source, self.documents, self.cfg.train
@@ -386,19 +381,13 @@ class Trainer:
             "tokens per step": f"up to {t.bin_tokens * t.bins_per_step:,} in {t.bins_per_step} bins",
             "processes": f"{self.accelerator.num_processes} on {self.accelerator.device.type}, {t.precision}",
             "trainable, drafter": f"{self.drafter.trainable_parameters():,} parameters",
-            "trainable, target": f"{self._trained_of_target():,} parameters",
+            "trainable, target": f"{(self.joint or self.frozen).trainable_parameters():,} parameters",
             "draft vocabulary": f"{len(self.drafter.vocab):,} of {self.drafter.vocab.size:,} tokens",
             "validation, saving": f"every {self.eval_every:,} and {self.save_every:,} steps",
             "starts at step": f"{self.state.step:,}" + (" (resumed)" if self.state.step else ""),
         }
         width = max(map(len, rows))
         log.info("plan\n%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
-
-
-def trainable(frozen: FrozenTarget) -> int:
-    """Trainable numbers among a frozen target's tensors: always 0, and shown to be."""
-    tensors = [frozen.embedding, frozen.head, frozen.head_bias, frozen.final_norm, *frozen.last_layer.values()]
-    return sum(t.numel() for t in tensors if t is not None and t.requires_grad)
 
 
 def bin_seed(seed: int, step: int, number: int) -> int:
