@@ -19,6 +19,8 @@ from scripts.starting import Export, starting
 LEVELS = 4  # drafted at a time, where none were measured
 UNITS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
+WITH_TARGETS_HEAD = ("eagle1", "mtp")
+
 
 @dataclass(frozen=True)
 class About:
@@ -49,6 +51,7 @@ def model_card(folder: Path, config: Mapping[str, Any], about: About, proof: Res
         table(drafter_facts(config, about, drafter)),
         "## Acceptance length",
         acceptance(about),
+        *within_words(method, drafter),
         "## Serving",
         *serving(method, folder, config, about, drafter),
         "## Checks at export",
@@ -123,6 +126,17 @@ def acceptance(about: About) -> str:
             table([("", *headings), *((name, *cells) for name, cells in lines)]),
         ]
     )
+
+
+def within_words(method: Method, drafter: Drafter) -> Iterator[str]:
+    """Where engines draft with the target's own head, a smaller draft vocabulary is left behind."""
+    if method.name in WITH_TARGETS_HEAD and not drafter.vocab.is_full:
+        count = f"{len(drafter.vocab):,}"
+        yield (
+            f"In training, and wherever the run's own checkpoint was measured, it drafted {count} tokens "
+            "only. This folder drafts all of the target's: what an engine shows is what a measurement of the folder "
+            "shows."
+        )
 
 
 def named(title: str, lines: Iterable[tuple[str, list[str]]]) -> Iterator[tuple[str, list[str]]]:

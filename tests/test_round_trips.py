@@ -147,6 +147,7 @@ def test_the_card_is_right_for_the_method(tmp_path: Path, name: str, layout: str
         "eagle"
     )
     assert f"python -m eval conf=RECIPE drafter_path={folder}" in card
+    assert ("it drafted 12 tokens only" in card) == (name in ("eagle1", "mtp"))
 
 
 def test_vllm_is_told_the_method_by_the_export(tmp_path: Path) -> None:
