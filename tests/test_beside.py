@@ -123,3 +123,17 @@ def test_a_model_of_someone_elses_is_not_replaced(tmp_path: Path, target: Path) 
     with pytest.raises(EyasError, match=r"its config\.json is not of an export by Eyas"), staged(target):
         pass
     assert (target / "model.safetensors").exists()
+
+
+def test_what_an_export_reads_is_never_replaced(tmp_path: Path, target: Path) -> None:
+    """Neither the target nor the drafter may lie in the folder that is written anew."""
+    checkpoint(tmp_path / "checkpoint", target, MedusaDrafter, tuned=False)
+    before = digests(target)
+    for folder, key in (
+        (target, "target.path"),
+        (target.parent, "target.path"),
+        (tmp_path / "checkpoint", "drafter_path"),
+    ):
+        with pytest.raises(EyasError, match=f"^export.dir={folder}: holds .* {key} names"):
+            export(tmp_path, target, dir=str(folder))
+    assert digests(target) == before and (tmp_path / "checkpoint" / "model.safetensors").is_file()
