@@ -167,7 +167,7 @@ def test_a_killed_run_ends_with_the_file_of_an_unbroken_one(target: Path, source
     process = start(target, source, broken)
     wait_for(lambda: part.exists() and part.read_bytes().count(b"\n") > 9, process)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=180)
+    process.communicate(timeout=60)
     there = read_jsonl(part)[1:]
     assert 9 <= len(there) < 160 and not broken.exists()
     with part.open("a") as file:

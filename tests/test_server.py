@@ -398,7 +398,7 @@ def test_a_killed_run_asks_only_what_is_missing(tmp_path: Path, kill: signal.Sig
             assert process.poll() is None and time.monotonic() < until, process.communicate()
             time.sleep(0.005)
         process.send_signal(kill)
-        said, _ = process.communicate(timeout=180)
+        said, _ = process.communicate(timeout=60)
         enough.set()
         if kill == signal.SIGINT:
             assert process.returncode == 130 and "Traceback" not in said
