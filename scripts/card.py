@@ -19,8 +19,6 @@ from scripts.starting import Export, starting
 LEVELS = 4  # drafted at a time, where none were measured
 UNITS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
-WITH_TARGETS_HEAD = ("eagle1", "mtp")
-
 
 @dataclass(frozen=True)
 class About:
@@ -51,7 +49,7 @@ def model_card(folder: Path, config: Mapping[str, Any], about: About, proof: Res
         table(drafter_facts(config, about, drafter)),
         "## Acceptance length",
         acceptance(about),
-        *within_words(method, drafter),
+        *other_vocabulary(proof, drafter),
         "## Serving",
         *serving(method, folder, config, about, drafter),
         "## Checks at export",
@@ -128,9 +126,9 @@ def acceptance(about: About) -> str:
     )
 
 
-def within_words(method: Method, drafter: Drafter) -> Iterator[str]:
+def other_vocabulary(proof: Rescored, drafter: Drafter) -> Iterator[str]:
     """Where engines draft with the target's own head, a smaller draft vocabulary is left behind."""
-    if method.name in WITH_TARGETS_HEAD and not drafter.vocab.is_full:
+    if proof.draft_tokens != len(drafter.vocab):
         count = f"{len(drafter.vocab):,}"
         yield (
             f"In training, and wherever the run's own checkpoint was measured, it drafted {count} tokens "

@@ -30,11 +30,12 @@ ROUNDED = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}  # rms deviation, 
 @dataclass(frozen=True)
 class Rescored:
     """engine: largest difference between the three ways; rounding: rms change of the logits by the cast, both
-    relative; top1: share of drafts whose argmax survived the cast."""
+    relative; top1: share of drafts whose argmax survived the cast; draft_tokens: those that the folder drafts."""
 
     engine: float
     rounding: float
     top1: float
+    draft_tokens: int
 
 
 @torch.no_grad()
@@ -65,7 +66,7 @@ def rescore(
     if not rounding <= ROUNDED[dtype]:
         raise EyasError(f"{folder}: casting to {dtype} changed the logits by {rounding:.2g}; export.dtype=float32")
     same = after.argmax(-1) == before.argmax(-1)
-    return Rescored(worst, rounding, float(same.float().mean()))
+    return Rescored(worst, rounding, float(same.float().mean()), len(drafter.vocab))
 
 
 def drafted_rows(folder: Path, drafter: Drafter, exact: Drafter) -> Tensor:
