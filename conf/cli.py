@@ -15,7 +15,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,22 +32,30 @@ from conf.schema import Config
 from conf.validate import resolve
 from models.errors import EyasError
 from models.visible import visible
+from train.signals import leaving, raising, told_of
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+# Hydra's flags that take what stands behind them, and those that only show help
+VALUED = frozenset(("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name"))
+VALUED |= {"-cd", "--config-dir", "--experimental-rerun"}
+HELPING = frozenset(("-h", "--help", "--hydra-help"))
 USER_MISTAKE = 2
 COMPARED = "compared"  # name of a measurement of several drafters, or of one that is no run
-INTERRUPTED = 130
+INTERRUPTED = 130  # by Ctrl-C
 ONE_PROCESS = "--multirun: a sweep runs in one process; start its runs one by one for several"
 
 log = logging.getLogger(__name__)
 
+Asked = Callable[[Sequence[str]], int]  # command line -> exit code
+
 
 def entry(
-    job: str, sweep: Callable[[Sequence[str]], int] | None = None
+    job: str, sweep: Asked | None = None, words: Mapping[str, Asked] | None = None
 ) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
     """Make ``run(cfg)`` the entry point of the verb ``job`` (also the name of its log).
 
-    ``sweep`` takes the overrides of a ``--multirun`` that asks nothing special of Hydra, and returns the exit code.
+    ``sweep`` takes the overrides of a ``--multirun`` that asks nothing special of Hydra. ``words`` are what may stand
+    among the arguments to ask for something else than the job: each is given the other arguments.
     """
 
     def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
@@ -64,7 +72,10 @@ def entry(
 
             task.__module__ = job  # Hydra names the job after the module; under ``python -m`` that is __main__
             with plainly():
-                sys.argv[1:] = checked_arguments(spelled_out(sys.argv[1:], job))
+                asked, arguments = without_words(sys.argv[1:], words or {})
+                sys.argv[1:] = checked_arguments(spelled_out(arguments, job))
+                if words and asked and not HELPING & set(sys.argv):
+                    sys.exit(words[asked](sys.argv[1:]))
                 if sweep and is_plain_sweep(sys.argv[1:]):
                     sys.exit(sweep(sys.argv[2:]))
             with plainly(), exceptions_from_hydra():
@@ -120,6 +131,14 @@ def spelled_out(arguments: Sequence[str], job: str) -> list[str]:
     return found
 
 
+def without_words(arguments: Sequence[str], words: Container[str]) -> tuple[str | None, list[str]]:
+    """The word asked with, if any, and the arguments without it. What belongs to a flag is no word."""
+    behind = ("", *arguments)
+    is_word = [a in words and before not in VALUED for a, before in zip(arguments, behind, strict=False)]
+    asked = next((a for a, found in zip(arguments, is_word, strict=True) if found), None)
+    return asked, [a for a, found in zip(arguments, is_word, strict=True) if not found]
+
+
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
     """The command line, with ``--multirun`` in front (Hydra's parser can't find it between overrides)."""
     check_arguments([argument for argument in arguments if not argument.startswith("-")])
@@ -136,23 +155,27 @@ def is_plain_sweep(arguments: Sequence[str]) -> bool:
 
 @contextmanager
 def told_plainly(job: str) -> Iterator[None]:
-    """Turn a user's mistake, or a full disk, into its message and exit code 2."""
-    try:
-        yield
-    except MISTAKES as mistake:
-        leave(explain(mistake))
-    except OSError as error:
-        told = of_the_disk(error)
-        if told is None:
-            raise
-        leave(told)
-    except KeyboardInterrupt:
-        goes = "starts again" if job in MEASURING else "continues where it stopped"
-        print(f"interrupted; the same command {goes}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    """Turn a user's mistake, or a full disk, into its message and exit code 2, and SIGTERM or Ctrl-C into one line."""
+    with raising():
+        try:
+            yield
+        except MISTAKES as mistake:
+            leave(explain(mistake))
+        except OSError as error:
+            told = of_the_disk(error)
+            if told is None:
+                raise
+            leave(told)
+        except KeyboardInterrupt as interrupt:
+            leaving()
+            message, code = told_of(interrupt, "starts again" if job in MEASURING else "continues where it stopped")
+            if not process_rank():
+                print(message, file=sys.stderr)
+            sys.exit(code)
 
 
 def leave(message: str) -> NoReturn:
+    leaving()
     where = f"[rank {process_rank()}] " if "RANK" in os.environ else ""
     print(f"{where}error: {visible(message)}", file=sys.stderr)
     sys.exit(USER_MISTAKE)

@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "train.tau": ("simulated", "measured"),
     "joint.backbone": ("none", "lora", "full"),
     "joint.schedule": ("constant", "sine"),
+    "strategy.name": ("none", "ddp", "zero1", "zero2", "zero3"),
     "export.dtype": ("bfloat16", "float16", "float32"),
     "tracker.wandb": ("offline", "online", "disabled"),
 }
@@ -85,6 +86,7 @@ PATHS = (
     "verify.prompts",
     "regenerate.out",
     "train.init_from",
+    "strategy.deepspeed",
 )
 
 Range = tuple[str, Callable[[float], bool]]
@@ -106,6 +108,8 @@ RANGES: dict[str, Range] = {
     "train.depth_keep": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "train.top_k_weight": ABOVE_ZERO,
     "train.lk_eta": ABOVE_ZERO,
+    "train.save_minutes": NOT_NEGATIVE,
+    "strategy.timeout_minutes": ABOVE_ZERO,
     "joint.weight": NOT_NEGATIVE,
     "joint.warmup": NOT_NEGATIVE,
     "joint.lr": ABOVE_ZERO,

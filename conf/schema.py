@@ -83,14 +83,17 @@ class TrainConfig:
     depth_keep: float = 1.0  # share of slots kept from one depth to the next; below 1: faster, noisier deep depths
     chunk: int = 256  # slots scored at a time
     precision: str = "fp32"  # fp32 | bf16 (float32 weights, bfloat16 products) | auto (bf16 where the hardware has it)
+    recompute: bool = False  # activations are computed again in the backward pass: slower, with room for longer bins
     log_every: int = 10
     eval_every: int = 0  # steps between validations; 0: eight times a run
     save_every: int = 0  # steps between checkpoints; 0: at every validation
+    save_minutes: float = 30.0  # save also when the last checkpoint is so old; 0: never for that
     keep_last: int = 2
     tau: str = "simulated"  # what names the best checkpoint: simulated (on held-out texts) | measured (by the verifier)
     tau_prompts: int = 8  # measured: prompts of a validation
     patience: int | None = None  # stop after so many validations in a row without a better tau; null: never
     init_from: str | None = None  # weights of an earlier run or export to start from
+    log_documents: bool = False  # every process notes the documents it trained on, in documents/ of the run
 
 
 @dataclass
@@ -106,6 +109,18 @@ class JointConfig:
     alpha: float = 16.0  # lora: adapters count alpha / rank
     dropout: float = 0.05  # lora: of what adapters read
     distill: bool = False  # lora: the target's own loss is KL to itself without adapters, not the document's tokens
+
+
+@dataclass
+class StrategyConfig:
+    """How the processes of a run (torchrun, accelerate launch) share the work. No choice changes the result."""
+
+    # none, ddp (the same: every process has all weights) | zero1 (DeepSpeed splits the optimizer's state over them) |
+    # zero2 (gradients too) | zero3 (weights too)
+    name: str = "none"
+    timeout_minutes: float = 30.0  # a process that gets nowhere for so long ends the run and is named
+    offload: bool = False  # zero1-3: the optimizer's state, with zero3 also the weights, stay in CPU memory
+    deepspeed: str | None = None  # zero1-3: a DeepSpeed JSON file, for what no key of Eyas decides
 
 
 @dataclass
@@ -192,7 +207,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     joint: JointConfig = field(default_factory=JointConfig)
-    strategy: dict[str, Any] = field(default_factory=dict)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)

@@ -14,7 +14,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from conf.explain import every_key, unknown
-from conf.options import check_drafter, check_strategy, method_of
+from conf.options import check_drafter, method_of
 from conf.rules import (
     AT_LEAST,
     AT_MOST,
@@ -33,6 +33,7 @@ from conf.schema import Config
 from conf.values import drafters, expand, is_folder, packaged, refuse, typed_keys, value
 from data.chats.rows import inputs_of
 from models.errors import EyasError
+from train.deepspeed_config import STAGES, check_installed, deepspeed_config
 
 
 def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -99,6 +100,9 @@ def require_data(cfg: Config, job: str) -> None:
 def check_late_inputs(cfg: Config, job: str) -> None:
     """What is only read after hours of work must be there from the start."""
     needed = {"train.init_from": cfg.train.init_from} if job == "train" else {}
+    if job == "train" and cfg.strategy.name in STAGES:
+        check_installed()
+        deepspeed_config(cfg.strategy, cfg.optim, int(os.environ.get("WORLD_SIZE", "1")))
     if job in (*MEASURING, "export"):
         check_drafters(cfg, job)
     if job in ("train", *MEASURING) and cfg.verify.tree not in TREES:
@@ -165,7 +169,7 @@ def validate(cfg: Config, overrides: Sequence[str] = ()) -> None:
     check_joint(cfg)
     if cfg.train.depth_keep < 1 and (cfg.train.loss == "expected_length" or cfg.train.depth_weights == "dpace"):
         refuse(cfg, "train.depth_keep", "must be 1 with train.loss=expected_length or train.depth_weights=dpace")
-    check_strategy(cfg.strategy)
+    check_strategy(cfg)
     check_drafter(cfg.drafter)
     check_method(cfg)
     typed = typed_keys(overrides)
@@ -243,6 +247,26 @@ def check_joint(cfg: Config) -> None:
             refuse(cfg, "target.dtype", "too coarse to train with joint.backbone=full; use float32, or lora")
     if joint.backbone != "none" and joint.warmup >= 1 and steps is not None and joint.warmup >= steps:
         refuse(cfg, "joint.warmup", f"as long as the whole run (train.steps={steps})")
+
+
+def check_strategy(cfg: Config) -> None:
+    """What belongs to ZeRO alone, and what ZeRO, which splits tensors over processes, can't do."""
+    strategy = cfg.strategy
+    if strategy.name not in STAGES:
+        if strategy.offload:
+            refuse(cfg, "strategy.offload", "only with strategy=zero1, zero2 or zero3")
+        if strategy.deepspeed is not None:
+            refuse(cfg, "strategy.deepspeed", "only with strategy=zero1, zero2 or zero3")
+        return
+    if cfg.optim.name == "muon":
+        refuse(cfg, "optim.name", f"needs whole matrices, which strategy={strategy.name} cuts up; use strategy=ddp")
+    if strategy.name == "zero3" and cfg.joint.backbone != "none":  # then the target is split too
+        if cfg.train.tau == "measured":
+            refuse(
+                cfg, "train.tau", "strategy=zero3 leaves no process a whole target; use train.tau=simulated or zero2"
+            )
+        if cfg.target.quantize is not None:
+            refuse(cfg, "target.quantize", "strategy=zero3 can't split quantized weights; use strategy=zero2")
 
 
 def check_method(cfg: Config) -> None:

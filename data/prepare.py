@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from data.documents.corpus import Corpus, read_corpus
-from data.features.dump import FeatureTarget, dump
+from data.features.dump import WHOLE, FeatureTarget, dump
 from data.features.manifest import store_key
 from data.features.store import FeatureStore
 from data.masks.template import ChatTemplate, Example
+from data.processes import ALONE, Job, OtherProcessFailed, Stage
 from models.errors import EyasError
 from models.load_frozen import config_eos_ids, fingerprint, read_config
 from models.pypi import resolve
@@ -80,7 +81,8 @@ def chat_template(files: TargetFiles, target: Mapping[str, Any], data: Mapping[s
 class Inputs:
     """What a run is fed: documents under a target's template, and how their features are made and stored.
 
-    ``target`` and ``store`` are those sections of the configuration as plain dicts.
+    ``target`` and ``store`` are those sections of the configuration as plain dicts; ``job``: the processes that have
+    these inputs together.
     """
 
     files: TargetFiles
@@ -88,6 +90,7 @@ class Inputs:
     corpus: Corpus
     target: Mapping[str, Any]
     store: Mapping[str, Any]
+    job: Job = Job()
 
     @classmethod
     def gather(
@@ -99,12 +102,12 @@ class Inputs:
         store: Mapping[str, Any],
         prompts: str | None = None,
         rejects_dir: Path | None = None,
+        job: Job | None = None,
     ) -> Inputs:
         """Read, render and mask the conversations of the ``data`` section (see :func:`read_corpus`)."""
         template = chat_template(files, target, data)
-        return cls(
-            files, template, read_corpus(template, data, prompts=prompts, rejects_dir=rejects_dir), target, store
-        )
+        corpus = read_corpus(template, data, prompts=prompts, rejects_dir=rejects_dir)
+        return cls(files, template, corpus, target, store, job or Job())
 
     def key(self, examples: Sequence[Example]) -> str:
         """Digest of all that determines these documents' features: the name of their store."""
@@ -127,16 +130,34 @@ class Inputs:
         log.info("target %s: %d trainable parameters", self.files.folder, target.trainable_parameters())
         return target
 
-    def stored(self, examples: Sequence[Example], load_target: Callable[[], FeatureTarget]) -> FeatureStore:
-        """The feature store of these documents; the target is loaded only if (part of) it has still to be dumped."""
+    def stored(
+        self, examples: Sequence[Example], load_target: Callable[[], FeatureTarget], stage: Stage = ALONE
+    ) -> FeatureStore:
+        """The feature store of these documents; the target is loaded only if (part of) it has still to be dumped.
+
+        ``stage``: the processes that ask for it together. Process 0 says whether the store is whole, so that one that
+        is damaged is mended by all of them.
+        """
         folder = self.folder(examples)
-        if FeatureStore.is_complete(folder, folder.name):
-            try:
-                return FeatureStore.open(folder, key=folder.name)
-            except EyasError as damage:
-                log.warning("%s", damage)
-        target = load_target()
-        with tqdm(total=0, unit="tok", unit_scale=True, desc="features", disable=None) as bar:
+        whole, missing = WHOLE.format(folder.name), f"{folder.name}-missing"
+        if stage.rank and stage.hear_one_of(whole, missing) == whole:
+            return FeatureStore.open(folder, key=folder.name, tick=stage.moved)
+        if stage.rank == 0:
+            if FeatureStore.is_complete(folder, folder.name):
+                try:
+                    store = FeatureStore.open(folder, key=folder.name, tick=stage.moved)
+                    stage.tell(whole)
+                    return store
+                except OtherProcessFailed:
+                    raise
+                except EyasError as damage:
+                    log.warning("%s", damage)
+            stage.tell(missing)  # now, so that all load the target at the same time
+        return self._dump(load_target(), examples, folder, stage)
+
+    def _dump(self, target: FeatureTarget, examples: Sequence[Example], folder: Path, stage: Stage) -> FeatureStore:
+        silent = True if stage.rank else None  # one process shows how far all are; None: if there is a terminal
+        with tqdm(total=0, unit="tok", unit_scale=True, desc="features", disable=silent) as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total = total
@@ -157,4 +178,5 @@ class Inputs:
                     "statistics": self.corpus.about["statistics"],
                 },
                 progress=progress,
+                stage=stage,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,17 @@ VOCAB_IDS = "draft_vocab.ids"  # [Vd] int64 target ids, beside the weights
 FORMAT = 1
 
 
-def save_drafter(drafter: Drafter, folder: Path) -> None:
-    """Write the drafter into an existing folder: its parameters and persistent buffers, never the target's."""
-    tensors = {name: tensor.detach().contiguous() for name, tensor in drafter.state_dict().items()}
+def save_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the drafter into an existing folder: its parameters and persistent buffers, never the target's.
+
+    weights: what to write instead of its own state dict, of the same names (of parameters that are split over
+    processes, it has only a part). Raises EyasError for a tensor without numbers where there should be some.
+    """
+    tensors = {name: tensor.detach().contiguous() for name, tensor in (weights or drafter.state_dict()).items()}
+    if missing := set(drafter.state_dict()) ^ set(tensors):
+        raise ValueError(f"not the weights of this {type(drafter).__name__}: {sorted(missing)}")
+    if empty := sorted(name for name, tensor in tensors.items() if not tensor.numel()):
+        raise EyasError(f"{folder}: {empty[0]} has no numbers: its parts were not put together; nothing is saved")
     save_file({**tensors, VOCAB_IDS: drafter.vocab.ids.contiguous()}, folder / WEIGHTS, metadata={"format": "pt"})
     cls = type(drafter)
     about = {

@@ -236,6 +236,12 @@ class Drafter(nn.Module, ABC):
             score.extra = sums.index_add_(0, depth, terms.detach().double())
         return score
 
+    def read_whole(self) -> list[nn.Parameter]:
+        """Parameters that a forward reads outside the layers that own them: where layers get their weights only while
+        they run (DeepSpeed's ZeRO-3), these must be there during all of a forward and all of its backward. A drafter is
+        small, and runs its layers many times."""
+        return list(self.parameters())
+
     def trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 

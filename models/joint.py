@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,7 @@ from models.batch import Batch
 from models.drafter import Drafter, TrainSpec
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.heads import cap_logits
 from models.objective import Score
 from models.packed import unpack_linears
 from models.target import LOGITS_AT_ONCE, Target
@@ -83,6 +85,13 @@ class JointModel(nn.Module):
     def trained_backbone(self) -> list[nn.Parameter]:
         return [p for p in self.backbone.parameters() if p.requires_grad]
 
+    def read_whole(self) -> list[nn.Parameter]:
+        """What a forward reads outside the layers that own it (see :meth:`Drafter.read_whole`): of the target, the head
+        and, if the drafter shares the trained one, the embedding."""
+        layers = (self.target.head, self.target.model.get_input_embeddings())[: 1 + self.is_full]
+        found = [*self.drafter.read_whole(), *(p for layer in layers for p in layer.parameters())]
+        return list(dict.fromkeys(found))  # a tied one once
+
     def _live(self, frozen: FrozenTarget, learns: bool) -> FrozenTarget:
         """The tensors that the drafter shares with the target, as they are now; trained by both if it ``learns``."""
         if not self.is_full:
@@ -101,25 +110,29 @@ class JointModel(nn.Module):
                 before = self.target.live(documents)[1][at]
         states, rows = final[at], max(1, LOGITS_AT_ONCE // self.target.vocab_size)
         parts = []
-        for begin in range(0, len(at), rows):
+        for begin in range(0, max(1, len(at)), rows):  # an empty one too: all processes build the same graph
             part = slice(begin, begin + rows)
             given = (states[part], labels[part], None if before is None else before[part])
-            parts.append(checkpoint(self._chunk, *given, use_reentrant=False))
-        if not parts:
-            nothing = states.sum()
-            return Spoken(nothing, nothing, states.new_zeros(0, dtype=torch.float32), labels)
-        loss, nll, lse, top1 = zip(*parts, strict=True)
-        return Spoken(torch.stack(loss).sum(), torch.stack(nll).sum(), torch.cat(lse), torch.cat(top1))
+            loss, nll, lse, top1 = checkpoint(self._chunk, *given, use_reentrant=False)
+            parts.append((loss, nll, self._exact_lse(states[part].detach(), lse), top1))
+        losses, nlls, lses, top1s = zip(*parts, strict=True)
+        return Spoken(torch.stack(losses).sum(), torch.stack(nlls).sum(), torch.cat(lses), torch.cat(top1s))
 
     def _chunk(self, states: Tensor, labels: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        logits = self.target.logits(states)
+        logits = self._logits(states)
         lse = logits.logsumexp(-1)
         nll = (lse - logits.gather(1, labels[:, None])[:, 0]).sum()
         loss = nll
         if before is not None:
-            teacher = self.target.logits(before).log_softmax(-1)
+            teacher = self._logits(before).log_softmax(-1)
             loss = (teacher.exp() * (teacher - logits + lse[:, None])).sum()
-        return loss, nll, self._exact_lse(states.detach(), lse.detach()), logits.argmax(-1)
+        return loss, nll, lse.detach(), logits.argmax(-1)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """The target's logits without calling its head: the number of chunks hangs on the batch, and processes that
+        share out a layer's weights must call it equally often."""
+        head = self.target.head
+        return cap_logits(F.linear(states, head.weight, head.bias).float(), self.target.scale, self.target.softcap)
 
     @torch.no_grad()
     def _exact_lse(self, states: Tensor, lse: Tensor) -> Tensor:

@@ -55,9 +55,17 @@ def with_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     return wrapped
 
 
-def save_tuned(backbone: nn.Module, folder: Path, lora: Mapping[str, Any] | None, about: Mapping[str, Any]) -> None:
-    """Write both files into a checkpoint's folder. about: JSON-able facts about the tuned target."""
-    tensors = {name: tensor.detach().contiguous() for name, tensor in _state(backbone, lora).items()}
+def save_tuned(
+    backbone: nn.Module,
+    folder: Path,
+    lora: Mapping[str, Any] | None,
+    about: Mapping[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write both files into a checkpoint's folder. about: JSON-able facts about the tuned target; weights: what to write
+    instead of the backbone's own state dict, of which they are a part."""
+    found = _state(backbone, lora, backbone.state_dict() if weights is None else weights)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in found.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     kind = {"kind": "full"} if lora is None else {"kind": "lora", "lora": dict(lora)}
     (folder / ABOUT).write_text(json.dumps({"format": FORMAT, **kind, **about}, indent=1) + "\n", encoding="utf-8")
@@ -171,14 +179,15 @@ def _weights_digest(folder: Path, about: Mapping[str, Any]) -> Any:
     return about["weights"] if about["kind"] == WHOLE else file_digest(folder / WEIGHTS)
 
 
-def _state(backbone: nn.Module, lora: Mapping[str, Any] | None) -> dict[str, Tensor]:
+def _state(backbone: nn.Module, lora: Mapping[str, Any] | None, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if lora is not None:
         from peft import get_peft_model_state_dict
 
-        found: dict[str, Tensor] = get_peft_model_state_dict(backbone)
+        found: dict[str, Tensor] = get_peft_model_state_dict(backbone, state_dict=weights)
         return found
-    seen: dict[int, str] = {}
-    return {n: t for n, t in backbone.state_dict().items() if seen.setdefault(t.data_ptr(), n) == n}  # tied ones once
+    every = {name for name, _ in backbone.named_parameters(remove_duplicate=False)}
+    again = every - {name for name, _ in backbone.named_parameters()}  # tied to one that has another name
+    return {name: tensor for name, tensor in weights.items() if name not in again}
 
 
 def _fill(backbone: nn.Module, lora: Mapping[str, Any] | None, folder: Path) -> None:
@@ -187,7 +196,7 @@ def _fill(backbone: nn.Module, lora: Mapping[str, Any] | None, folder: Path) -> 
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise EyasError(f"{path}: not a readable safetensors file ({error})") from error
-    expected = _state(backbone, lora)
+    expected = _state(backbone, lora, backbone.state_dict())
     for name in sorted(set(expected) ^ set(tensors)):
         what = "missing" if name in expected else "not a weight of this target"
         raise EyasError(f"{path}: {name}: {what}; it was trained for another target")

@@ -20,7 +20,7 @@ def trainer_of(name: str, run: Path) -> Trainer:
     drafter = METHODS[name](frozen, random_vocab(40, 17))
     cfg = config(steps=STEPS, depths=depths_of(drafter, 5), save_every=3, eval_every=3, log_every=2)
     train, valid = InMemory(frozen, LENGTHS), InMemory(frozen, [15, 10], seed=7)
-    accelerator = build_accelerator({"name": "none"}, device="cpu")
+    accelerator = build_accelerator("cpu")
     return Trainer(cfg, run, accelerator, drafter, frozen, train=train, valid=valid, content={"features": name})
 
 

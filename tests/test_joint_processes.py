@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,11 @@ from safetensors.torch import load_file
 from models.run_folder import best_checkpoint, read_notes
 from models.tuned import WEIGHTS
 from tests.commands import command, workplace  # noqa: F401
+from tests.processes import launch
 from tests.tiny import tiny_target
 from train.stages import walk
 from train.tracking import METRICS, read_metrics
 
-ROOT = Path(__file__).parents[1]
 STEPS, FIRST = 6, 2
 # Three heads of which two are trained; two steps of the drafter alone, then both; three bins a step, so that the second
 # process has one of them to the first's two.
@@ -43,7 +40,7 @@ TRAIN = (
     ),
     *("train.tau=measured", "train.tau_prompts=2", "verify.max_prompts=1", "verify.max_new_tokens=8"),
     *("verify.temperatures=[0.0]", "verify.costs=false", "verify.baseline=false", "device=cpu", "tracker=none"),
-    *("threads=1", "preview=0", "strategy=ddp", "strategy.timeout_minutes=3"),
+    *("threads=1", "preview=0"),
 )
 
 
@@ -61,11 +58,9 @@ def test_two_processes_train_drafter_and_target_as_one_does(workplace: Path) -> 
     folder = tiny_target(workplace / "target", layers=3)
     typed = [*TRAIN, f"target.path={folder}"]
     command(walk, *typed, "name=one")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "train"]
-    both = subprocess.run([*torchrun, *typed, "name=two"], env=env, capture_output=True, text=True, timeout=900)
-    assert both.returncode == 0, both.stdout + both.stderr
-    assert "2 on cpu" in both.stdout + both.stderr
+    both = launch(2, *typed, "name=two")
+    assert both.returncode == 0, both.stdout
+    assert "2 on cpu" in both.stdout
     one, two = Path("outputs/one"), Path("outputs/two")
 
     for a, b in zip(rows(one, "train"), rows(two, "train"), strict=True):

@@ -11,6 +11,8 @@ from models.errors import EyasError
 from models.vocab import DraftVocab
 from tests.linear_drafter import LinearDrafter
 from train.optim import Muon, build_optimizer, lr_factor, orthogonalise, set_lr
+from train.optimizer_state import OptimizerStates, write_states
+from train.strategy import Replicated, build_accelerator
 
 
 def test_warmup_and_cosine_by_hand() -> None:
@@ -112,17 +114,41 @@ def test_a_backbone_moves_by_its_own_rate() -> None:
     before = drafter.mix.weight.detach().clone()
     for parameter in (weight, drafter.mix.weight):
         parameter.grad = torch.full_like(parameter, 0.3)
-    set_lr(optimizer, 0.5, 0.5)
+    set_lr(optimizer.param_groups, 0.5, 0.5)
     optimizer.step()
     torch.testing.assert_close(weight.detach(), torch.full((3, 3), -2.5e-4), rtol=1e-5, atol=0)
     torch.testing.assert_close(drafter.mix.weight.detach(), before - 1e-3, rtol=1e-5, atol=1e-7)
 
 
+def strategy_of(drafter: LinearDrafter, optimizer: Any) -> Replicated:
+    return Replicated(build_accelerator("cpu"), drafter, optimizer, dtype=None, max_norm=1.0, unused=False)
+
+
+def test_a_group_at_rate_zero_is_passed_over() -> None:
+    """Three steps without a learning rate and with gradients of zero, then one with both: as if it were the first."""
+    late, first = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizers = [
+        build_optimizer(tiny_drafter(), OptimConfig(weight_decay=0.1), backbone=[p], backbone_lr=1e-2)
+        for p in (late, first)
+    ]
+    for _ in range(3):
+        late.grad = torch.zeros(3)
+        set_lr(optimizers[0].param_groups, 1.0, 0.0)
+        optimizers[0].step()
+    assert not optimizers[0].state.get(late)
+    for parameter, optimizer in zip((late, first), optimizers, strict=True):
+        parameter.grad = torch.tensor([0.5, -2.0, 1e-3])
+        set_lr(optimizer.param_groups, 1.0, 1.0)
+        optimizer.step()
+    assert torch.equal(late, first) and late.abs().min() > 9e-3
+    assert len(optimizers[0].param_groups) == len(optimizers[1].param_groups)
+
+
 def test_set_lr_scales_each_peak() -> None:
     optimizer = build_optimizer(tiny_drafter(), OptimConfig(name="muon", lr=1e-3, muon_lr=2e-2))
-    assert set_lr(optimizer, 0.5) == 5e-4
+    set_lr(optimizer.param_groups, 0.5, 1.0)
     assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 5e-4, 1e-2]
-    set_lr(optimizer, 1.0)
+    set_lr(optimizer.param_groups, 1.0, 1.0)
     assert optimizer.param_groups[2]["lr"] == 2e-2
 
 
@@ -195,11 +221,11 @@ def test_muon_state_survives_saving(tmp_path: Any) -> None:
     for seed in range(4):
         step(whole, optimizer, seed)
         if seed == 1:
-            torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+            write_states(tmp_path, strategy_of(whole, optimizer).optimizer_states())
             weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
     broken, optimizer = fresh()
     broken.load_state_dict(weights)
-    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    strategy_of(broken, optimizer).load_optimizer(OptimizerStates(tmp_path))
     for seed in (2, 3):
         step(broken, optimizer, seed)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), broken.parameters(), strict=True))

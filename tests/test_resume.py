@@ -1,29 +1,21 @@
-"""The real command, killed and run again, and run on two processes: always the weights of an unbroken run."""
+"""The real command, killed and run again: always the weights of an unbroken run."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from models.run_folder import is_whole
+from tests.processes import launch, reached, start
 from tests.tiny import tiny_target
 from train.tracking import METRICS, read_metrics
 
-ROOT = Path(__file__).parents[1]
 STEPS = 19
-# 6 epochs of 9 bins and one bin of the seventh: 18 steps of 3 bins and one of 1, so that the second of two
-# processes has one bin to the first's two in each step, and none in the last.
+# 6 epochs of 9 bins and one bin of the seventh: 18 steps of 3 bins and one of 1.
 TRAIN = ("train.epochs=6.05", "train.bin_tokens=128", "train.bins_per_step=3", "train.depths=3", "train.log_every=2")
 OPTIONS = ("optim.lr=5e-3", "train.save_every=3", "train.eval_every=6", "device=cpu", "tracker=none", "threads=1")
 
@@ -34,31 +26,24 @@ class Flow(NamedTuple):
     target: Path
     cwd: Path
 
-    def start(self, name: str, *launcher: str) -> subprocess.Popen[bytes]:
-        flow = ["-m", "train", "conf=debug", f"name={name}", f"target.path={self.target}", *TRAIN, *OPTIONS]
-        env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with (self.cwd / f"{name}.log").open("ab") as log:
-            command = [sys.executable, *launcher, *flow]
-            return subprocess.Popen(command, cwd=self.cwd, env=env, stdout=log, stderr=log)
+    def typed(self, name: str) -> list[str]:
+        return ["conf=debug", f"name={name}", f"target.path={self.target}", *TRAIN, *OPTIONS]
 
-    def finish(self, name: str, *launcher: str) -> Path:
-        """Run to the end; the run directory."""
-        assert self.start(name, *launcher).wait(timeout=1200) == 0, (self.cwd / f"{name}.log").read_text()
-        return self.run(name)
+    def finish(self, name: str) -> str:
+        """Run to the end; what the command said."""
+        done = launch(1, *self.typed(name), folder=self.cwd)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
 
     def run(self, name: str) -> Path:
         return self.cwd / "outputs" / name
 
     def kill_at(self, name: str, step: int) -> None:
         """SIGKILL as soon as the row of a step at or after ``step`` is written."""
-        process = self.start(name)
-        metrics = self.run(name) / METRICS
-        while process.poll() is None:
-            if metrics.exists() and any(row["step"] >= step for row in read_metrics(metrics)):
-                process.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.001)
-        assert process.wait() == -signal.SIGKILL, (self.cwd / f"{name}.log").read_text()
+        with start(1, *self.typed(name), folder=self.cwd) as job:
+            assert job.wait_for(reached(self.run(name), step), timeout=300), job.output()
+            job.ranks()[0].kill()
+            assert job.wait(60) == -signal.SIGKILL, job.output()
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +54,9 @@ def flow(tmp_path_factory: pytest.TempPathFactory) -> Flow:
 
 @pytest.fixture(scope="module")
 def whole(flow: Flow) -> Path:
-    """The run directory of an unbroken run on one process."""
-    return flow.finish("whole")
-
-
-def weights(run: Path) -> dict[str, Tensor]:
-    return load_file(run / f"checkpoints/step_{STEPS:08d}/model.safetensors")
+    """The run directory of an unbroken run."""
+    flow.finish("whole")
+    return flow.run("whole")
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
@@ -89,7 +71,8 @@ def test_killed_twice_equals_unbroken(flow: Flow, whole: Path) -> None:
     first = generator.randint(1, STEPS // 2)
     flow.kill_at("killed", first)
     flow.kill_at("killed", generator.randint(first + 3, STEPS - 3))
-    run = flow.finish("killed")
+    flow.finish("killed")
+    run = flow.run("killed")
     assert (run / f"checkpoints/step_{STEPS:08d}/model.safetensors").read_bytes() == (
         whole / f"checkpoints/step_{STEPS:08d}/model.safetensors"
     ).read_bytes()
@@ -100,27 +83,10 @@ def test_killed_twice_equals_unbroken(flow: Flow, whole: Path) -> None:
     assert not [path for path in run.rglob("*") if ".tmp" in path.name]
 
 
-def test_two_processes_equal_one(flow: Flow, whole: Path) -> None:
-    """torchrun with two gloo processes, uneven bins, the second without one in the last step."""
-    run = flow.finish("two", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    one, two = rows(whole), rows(run)
-    assert [(row["step"], row["kind"], row["slots"]) for row in one] == [
-        (row["step"], row["kind"], row["slots"]) for row in two
-    ]
-    for a, b in zip(one, two, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
-        assert b["alpha"] == pytest.approx(a["alpha"], abs=1e-4)
-    expected = weights(whole)
-    for name, tensor in weights(run).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
-    assert "2 on cpu" in (flow.cwd / "two.log").read_text()
-
-
 def test_finished_run_again(flow: Flow, whole: Path) -> None:
     """The same command says that it is finished, and changes neither weights nor report."""
     before = {path: path.stat().st_mtime_ns for path in (whole / "checkpoints").rglob("*")}
-    flow.finish("whole")
-    log = (flow.cwd / "whole.log").read_text()
-    assert f"this run is finished: {STEPS} of {STEPS} steps done" in log
-    assert "evaluation: up to date" in log and "export: up to date" in log
+    said = flow.finish("whole")
+    assert f"this run is finished: {STEPS} of {STEPS} steps done" in said
+    assert "evaluation: up to date" in said and "export: up to date" in said
     assert before == {path: path.stat().st_mtime_ns for path in (whole / "checkpoints").rglob("*")}

@@ -71,7 +71,7 @@ def config(target: str, cwd: Path, **changes: Any) -> Config:
 
 
 def run(cfg: Config, run_dir: Path) -> Fitted:
-    accelerator = build_accelerator(cfg.strategy, device=cfg.device)
+    accelerator = build_accelerator(cfg.device)
     run_dir.mkdir(parents=True, exist_ok=True)
     return fit(cfg, accelerator, run_dir, gather(cfg, accelerator, run_dir))
 
@@ -91,7 +91,7 @@ def test_a_whole_store_is_used_without_the_target(target: str, tmp_path: Path, m
     run(cfg, tmp_path / "first")
     monkeypatch.setattr(Inputs, "load_target", lambda *_: pytest.fail("the target was loaded again"))
     run(cfg, tmp_path / "second")
-    accelerator = build_accelerator({}, device="cpu")
+    accelerator = build_accelerator("cpu")
     changed = replace(cfg, data=replace(cfg.data, max_length=29))
     with pytest.raises(pytest.fail.Exception):  # cut documents are other documents
         feature_sources(changed, accelerator, gather(changed, accelerator, tmp_path))
@@ -207,11 +207,11 @@ def test_an_export_is_made_again_unless_it_is_all_there(
 def test_what_a_product_is_made_from(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation and export are done again for another drafter, tuned target, machine or name on the card."""
     cfg = config(target, tmp_path, output_dir=str(tmp_path / "run"))
-    accelerator = build_accelerator(cfg.strategy, device=cfg.device)
+    accelerator = build_accelerator(cfg.device)
     inputs = gather(cfg, accelerator, tmp_path / "run")
     keys: dict[str, str] = {}
     monkeypatch.setattr("train.stages.once", lambda run_dir, stage, key, *_: keys.update({stage: key}))
-    files = {"model.safetensors": "a", "target.safetensors": "b", "optimizer.pt": "c"}
+    files = {"model.safetensors": "a", "target.safetensors": "b", "optimizer-00001.safetensors": "c"}
 
     def of(cfg: Config, files: dict[str, str]) -> dict[str, str]:
         (tmp_path / "state.json").write_text(json.dumps({"files": files}))
@@ -225,7 +225,7 @@ def test_what_a_product_is_made_from(target: str, tmp_path: Path, monkeypatch: p
         return {stage for stage in now if now[stage] != before[stage]}
 
     before, both = of(cfg, files), {"evaluation", "export"}
-    assert changed(cfg) == changed(cfg, files | {"optimizer.pt": "x"}) == set()
+    assert changed(cfg) == changed(cfg, files | {"optimizer-00001.safetensors": "x"}) == set()
     assert changed(cfg, files | {"model.safetensors": "x"}) == changed(cfg, files | {"target.safetensors": "x"}) == both
     assert changed(replace(cfg, target=replace(cfg.target, path="x"))) == both
     assert changed(replace(cfg, data=replace(cfg.data, path="x"))) == {"export"}

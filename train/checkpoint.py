@@ -2,9 +2,11 @@
 
     checkpoints/step_00000123/   model.safetensors, drafter.json   the drafter (models/checkpoint.py)
                                  target.safetensors, target.json   what became of a target that is trained along
-                                 optimizer.pt                      its optimizer state, loaded with weights_only
+                                 optimizer-00001.safetensors ...   train/optimizer_state.py
                                  state.json                        position, best so far, and a digest of each file
     best.json                    which checkpoint has the best tau, and which tau that is
+
+All weights are whole and in float32, so neither number of processes nor strategy matters to who reads them.
 
 A checkpoint is written to a hidden name, fsynced and renamed; the one before it is removed only afterwards.
 """
@@ -13,15 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
 
 from models.checkpoint import fill, read_weights, save_drafter
 from models.drafter import Drafter
@@ -29,8 +31,8 @@ from models.errors import EyasError
 from models.files import sync, write_atomic
 from models.run_folder import BEST, CHECKPOINTS, STATE, file_digest, is_whole, latest_checkpoint, step_folders
 from train.joint import JointTraining
+from train.optimizer_state import State, write_states
 
-OPTIMIZER = "optimizer.pt"
 TEMPORARY = ".tmp-"
 
 
@@ -63,6 +65,7 @@ class CheckpointDir:
         self.run_dir = run_dir
         self.root = run_dir / CHECKPOINTS
         self.keep_last = max(1, keep_last)
+        self._whole: set[Path] = set()
 
     def folder(self, step: int) -> Path:
         return self.root / f"step_{step:08d}"
@@ -73,19 +76,28 @@ class CheckpointDir:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def save(
-        self, state: TrainState, drafter: Drafter, optimizer: Optimizer, joint: JointTraining | None = None
+        self,
+        state: TrainState,
+        drafter: Drafter,
+        weights: Mapping[str, Tensor],
+        states: Iterable[tuple[str, State]],
+        joint: JointTraining | None = None,
     ) -> Path:
-        """Write the checkpoint of ``state.step``; keeps one that is already there and whole."""
+        """Write the checkpoint of ``state.step``; keeps one that is already there and whole.
+
+        ``weights`` and ``states``: what :meth:`train.strategy.Strategy.weights` and ``optimizer_states`` give.
+        """
         final = self.folder(state.step)
-        if final.exists() and is_whole(final):
+        if self._is_whole(final):
+            deque(states, maxlen=0)  # which all processes make together
             return final
-        work = self.root / f"{TEMPORARY}{final.name}-{os.getpid()}"
+        work = self.root / f"{TEMPORARY}{final.name}"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        save_drafter(drafter, work)
+        save_drafter(drafter, work, _part(weights, "drafter.") if joint else weights)
         if joint is not None:
-            joint.save(work, {"perplexity": state.perplexity})
-        torch.save(optimizer.state_dict(), work / OPTIMIZER)
+            joint.save(work, {"perplexity": state.perplexity}, _part(weights, "backbone."))
+        write_states(work, states)
         files = {path.name: file_digest(path) for path in sorted(work.iterdir())}
         (work / STATE).write_text(json.dumps({**asdict(state), "files": files}, indent=1) + "\n", encoding="utf-8")
         for path in [*work.iterdir(), work]:
@@ -94,27 +106,29 @@ class CheckpointDir:
             _remove(final)
         work.rename(final)
         sync(self.root)
+        self._whole.add(final)
         return final
 
     def latest(self) -> Path | None:
-        return latest_checkpoint(self.run_dir)
+        """The newest whole checkpoint; see :func:`models.run_folder.latest_checkpoint`."""
+        found = latest_checkpoint(self.run_dir)
+        if found is not None:
+            self._whole.add(found)
+        return found
 
     def read_state(self, folder: Path) -> TrainState:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         content.pop("files")
         return TrainState(**content)
 
-    def restore(
-        self, folder: Path, drafter: Drafter, optimizer: Optimizer, joint: JointTraining | None = None
-    ) -> TrainState:
-        """Fill drafter and optimizer from a whole checkpoint and return its state."""
+    def restore(self, folder: Path, drafter: Drafter, joint: JointTraining | None = None) -> TrainState:
+        """Fill the drafter (and the target that is trained along) from a whole checkpoint and return its state."""
         vocab, weights = read_weights(folder, drafter.vocab.size)
         if not torch.equal(vocab.ids, drafter.vocab.ids.cpu()):
             raise EyasError(f"{folder}: was trained with another draft vocabulary; give the new run another name=")
         fill(drafter, weights, folder)
         if joint is not None:
             joint.restore(folder)
-        optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
         return self.read_state(folder)
 
     def mark_best(self, best: dict[str, Any] | None) -> None:
@@ -124,11 +138,19 @@ class CheckpointDir:
             write_atomic(self.run_dir / BEST, json.dumps({"checkpoint": name, **best}, indent=1) + "\n")
 
     def prune(self, best: dict[str, Any] | None) -> None:
-        """Keep the newest ``keep_last`` checkpoints and the best one."""
+        """Keep the newest ``keep_last`` whole checkpoints and the best one."""
         spare = None if best is None else self.folder(best["step"])
-        for folder in step_folders(self.run_dir)[self.keep_last :]:
-            if folder != spare:
+        kept = 0
+        for folder in step_folders(self.run_dir):
+            kept += (whole := kept < self.keep_last and self._is_whole(folder))
+            if not whole and folder != spare:
                 _remove(folder)
+
+    def _is_whole(self, folder: Path) -> bool:
+        """Whether a checkpoint is whole: one that this process wrote or checked is not read again."""
+        if folder not in self._whole and is_whole(folder):
+            self._whole.add(folder)
+        return folder in self._whole
 
 
 def digest(parts: Iterable[Any]) -> str:
@@ -137,6 +159,10 @@ def digest(parts: Iterable[Any]) -> str:
     for part in parts:
         state.update(json.dumps(part, sort_keys=True, separators=(",", ":")).encode() + b"\n")
     return state.hexdigest()
+
+
+def _part(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def _remove(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""How fast a run goes and how long it will take: what the log and the progress bar tell."""
+"""How fast a run goes and how long it will take: what the log, the progress bar and ``status`` tell."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class Clock:
     def __init__(self) -> None:
         self.start(0, 0)
 
-    def start(self, step: int, tokens: int) -> None:
+    def start(self, step: int, tokens: int, seconds: float = 0.0) -> None:
+        """Begin a session of the run at ``step``, with what the sessions before it had reached in ``seconds``."""
         self._began = self._since = time.perf_counter()
-        self._first_step, self._tokens = step, tokens
+        self._first_step, self._tokens, self._earlier = step, tokens, seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -30,6 +31,13 @@ class Clock:
         rate = (tokens - self._tokens) / max(now - self._since, 1e-9)
         self._since, self._tokens = now, tokens
         return rate
+
+    def seconds(self) -> float:
+        """Time that the run has trained up to now, validation and saving included.
+
+        Not counted: what lies between sessions, and steps that a killed session had done beyond its last checkpoint.
+        """
+        return self._earlier + time.perf_counter() - self._began
 
     def left(self, step: int, total: int) -> float:
         """Seconds to the last step at the average pace since the start, validation and saving included."""

@@ -20,7 +20,8 @@ HARMLESS = (
     "name", "output_dir", "device", "threads", "features", "drafter_path", "strategy", "tracker", "verify", "export",
     "target.path", "target.revision", "target.chat_template", "target.template_kwargs", "target.trust_remote_code",
     "target.taps", "target.dtype", "data", "store",
-    "train.log_every", "train.eval_every", "train.save_every", "train.keep_last", "train.chunk",
+    "train.log_every", "train.eval_every", "train.save_every", "train.save_minutes", "train.keep_last", "train.chunk",
+    "train.recompute", "train.log_documents",
     "train.tau", "train.tau_prompts", "train.patience",  # where it stops and what is best, not what it learns
 )  # fmt: skip
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from conf.schema import JointConfig, OptimConfig
 from models.drafter import Drafter
 from models.errors import EyasError
@@ -60,8 +62,9 @@ class JointTraining:
         first = self.first(total)
         return lr_factor(step - first, total - first, optim) if step >= first else 0.0
 
-    def save(self, folder: Path, about: Mapping[str, Any]) -> None:
-        save_tuned(self.model.backbone, folder, lora_of(self.config), about)
+    def save(self, folder: Path, about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        """``weights``: of the backbone, by the names of its state dict."""
+        save_tuned(self.model.backbone, folder, lora_of(self.config), about, weights)
 
     def restore(self, folder: Path) -> None:
         restore_tuned(self.model.backbone, folder, lora_of(self.config))

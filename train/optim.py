@@ -37,12 +37,11 @@ def lr_factor(step: int, total: int, optim: OptimConfig) -> float:
     return 1.0 - (1 - optim.min_lr) * max(0, done - (total - decay)) / decay
 
 
-def set_lr(optimizer: Optimizer, factor: float, backbone: float = 1.0) -> float:
-    """Give every group its peak learning rate times ``factor``, or ``backbone`` if it is of a target that is trained
-    along; returns that of the first group."""
-    for group in optimizer.param_groups:
+def set_lr(groups: Iterable[dict[str, Any]], factor: float, backbone: float) -> None:
+    """Give every parameter group its peak learning rate times ``factor``, or times ``backbone`` if it is of a target
+    that is trained along."""
+    for group in groups:
         group["lr"] = group["peak_lr"] * (backbone if group["backbone"] else factor)
-    return float(optimizer.param_groups[0]["lr"])
 
 
 def build_optimizer(
@@ -72,7 +71,7 @@ def build_optimizer(
     betas = (float(optim.betas[0]), float(optim.betas[1]))
     if muon:
         return Muon(groups, lr=optim.lr, betas=betas)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, fused=True)
+    return AdamW(groups, lr=optim.lr, betas=betas, fused=True)
 
 
 def by_kind(parameters: Iterable[Tensor], vocab_sizes: set[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -88,6 +87,22 @@ def by_kind(parameters: Iterable[Tensor], vocab_sizes: set[int]) -> tuple[list[T
 
 def _group(parameters: list[Tensor], lr: float, weight_decay: float) -> dict[str, Any]:
     return {"params": parameters, "weight_decay": weight_decay, "lr": lr, "peak_lr": lr, "backbone": False}
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW that passes over groups whose learning rate is 0, so that such a step doesn't count in their moments.
+
+    Without it, a target that joins in later would begin with other moments where parameters without a gradient have
+    one of zeros (ZeRO) than where they have none.
+    """
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["lr"]]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
 
 
 class Muon(Optimizer):
@@ -136,14 +151,15 @@ class Muon(Optimizer):
     def _adamw(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
         state["step"] += 1
+        step = float(state["step"])
         first, second = group["betas"]
         state["exp_avg"].lerp_(grad, 1 - first)
         state["exp_avg_sq"].mul_(second).addcmul_(grad, grad, value=1 - second)
-        scale = math.sqrt(1 - second ** state["step"])
+        scale = math.sqrt(1 - second**step)
         denominator = state["exp_avg_sq"].sqrt().div_(scale).add_(group["eps"])
-        parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - first ** state["step"]))
+        parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - first**step))
 
 
 def orthogonalise(matrix: Tensor, iterations: int = 5) -> Tensor:

@@ -9,7 +9,7 @@ import copy
 import inspect
 import json
 import logging
-import time
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from conf.schema import Config
 from data.documents.document_set import DocumentSet
 from data.features.source import FeatureSource, OnlineFeatures, StoredFeatures, TokensOnly
-from data.features.store import FeatureStore
 from data.look.report import show
 from data.prepare import Inputs, open_target
+from data.processes import Job, Stage, Tick, nothing
 from models.checkpoint import drafter_class
 from models.device import pick_device
 from models.drafter import Drafter, NotServed
@@ -38,12 +39,14 @@ from models.run_folder import REPORT, STAGES, STATE, best_checkpoint, file_diges
 from models.target import Target
 from models.tuned import is_tuned_by, tuned
 from models.vocab import DraftVocab
-from train.checkpoint import OPTIMIZER, digest
+from train.checkpoint import digest
 from train.drift import settle_config
 from train.joint import JointTraining
+from train.optimizer_state import is_optimizer_file
 from train.strategy import build_accelerator, pick_precision
 from train.trainer import Fitted, Trainer
 
+JOB = ".job"  # of the run folder, while its processes talk there
 PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 log = logging.getLogger(__name__)
@@ -57,7 +60,7 @@ def walk(cfg: Config) -> float | None:
     run_dir = Path(cfg.output_dir or Path("outputs") / cfg.name)
     cfg = replace(cfg, output_dir=str(run_dir), drafter_path=None)  # what is measured and exported is this run's
     cfg.train.precision = pick_precision(cfg.train.precision, cfg.device)  # what config.yaml keeps
-    accelerator = build_accelerator(cfg.strategy, device=cfg.device, precision=cfg.train.precision)
+    accelerator = build_accelerator(cfg.device)
     with lock(run_dir, "training this run") if accelerator.is_main_process else nullcontext():
         return stages(cfg, accelerator, run_dir)
 
@@ -80,18 +83,26 @@ def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None
     return None if fitted.best is None else float(fitted.best.get("tau_measured", fitted.best["tau_t0"]))
 
 
-def gather(cfg: Config, accelerator: Accelerator, run_dir: Path) -> Inputs:
-    """Find the target, then read, render and mask the conversations (one process; the others wait for it)."""
+def gather(cfg: Config, accelerator: Accelerator, run_dir: Path, tick: Tick = nothing) -> Inputs:
+    """Find the target, then read, render and mask the conversations: process 0, then the others find it done.
+
+    They wait outside any collective, for as long as it takes. ``tick`` is called whenever this process moves on or,
+    while it waits, another one does.
+    """
     main = accelerator.is_main_process
     target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
-    with accelerator.main_process_first():  # a conversion or download is done once
+    (token,) = broadcast_object_list([secrets.token_hex(8)])  # all have just started: nobody waits
+    job = Job(accelerator.process_index, accelerator.num_processes, run_dir / JOB, token)
+    with job.stage("inputs", tick) as stage, stage.main_first():
         files = open_target(target)
-    rejects_dir = run_dir if main and not has_begun(run_dir) else None
-    inputs = Inputs.gather(
-        files, target=target, data=data, store=store, prompts=cfg.verify.prompts, rejects_dir=rejects_dir
-    )
-    if main:
-        show(inputs, run_dir, cfg.preview)
+        stage.moved()
+        rejects_dir = run_dir if main and not has_begun(run_dir) else None
+        inputs = Inputs.gather(
+            files, target=target, data=data, store=store, prompts=cfg.verify.prompts, rejects_dir=rejects_dir, job=job
+        )
+        stage.moved()
+        if main:
+            show(inputs, run_dir, cfg.preview)
     return inputs
 
 
@@ -134,22 +145,24 @@ def token_sources(inputs: Inputs) -> tuple[TokensOnly, TokensOnly | None]:
 
 
 def tau_by_verifier(
-    cfg: Config, inputs: Inputs, drafter: Drafter, frozen: FrozenTarget, joint: JointTraining | None
-) -> Callable[[], float]:
-    """What measures greedy tau of the drafter as it is in training, on ``train.tau_prompts`` prompts."""
+    cfg: Config, inputs: Inputs, frozen: FrozenTarget, joint: JointTraining | None
+) -> Callable[[Drafter], float]:
+    """What measures greedy tau of a drafter in training, on ``train.tau_prompts`` prompts. It uses up what it is given:
+    a whole copy, which the trainer makes."""
     from eval.load import GreedyTau
 
     target = joint.model.target if joint else inputs.load_target(str(frozen.head.device))
     measured = GreedyTau(cfg, target)
-    return lambda: measured(copy.deepcopy(drafter), target.frozen() if joint else frozen)
+    return lambda drafter: measured(drafter, target.frozen() if joint else frozen)
 
 
 def feature_sources(
-    cfg: Config, accelerator: Accelerator, inputs: Inputs
+    cfg: Config, accelerator: Accelerator, inputs: Inputs, tick: Tick = nothing
 ) -> tuple[FeatureSource, FeatureSource | None]:
     """Features of the training and the held-out documents: from stores, dumped first if need be, or made in the loop.
 
-    The target is loaded at most once, and let go of when the stores are whole.
+    The target is loaded at most once, and let go of when the stores are whole. All processes dump, each on its device;
+    they wait for each other outside any collective. ``tick``: see :func:`gather`.
     """
     dtype = PRECISION[cfg.train.precision]
 
@@ -157,21 +170,17 @@ def feature_sources(
     def load_target() -> Target:
         return inputs.load_target(str(accelerator.device))
 
-    def online(examples: DocumentSet) -> FeatureSource:
+    def source(examples: DocumentSet, stage: Stage) -> FeatureSource:
+        if cfg.features != "online":
+            return StoredFeatures(inputs.stored(examples, load_target, stage), dtype)
         store = cfg.store
         return OnlineFeatures(
             load_target(), examples, store_dtype=store.dtype, batch_tokens=store.batch_tokens, dtype=dtype
         )
 
-    def stored(examples: DocumentSet) -> FeatureSource:
-        if not accelerator.is_main_process:  # a dump may take longer than a collective is allowed to
-            folder = inputs.folder(examples)
-            while not FeatureStore.is_complete(folder, folder.name):
-                time.sleep(1)
-        return StoredFeatures(inputs.stored(examples, load_target), dtype)
-
-    source = online if cfg.features == "online" else stored
-    return source(inputs.corpus.train), source(inputs.corpus.valid) if inputs.corpus.valid else None
+    with inputs.job.stage("features", tick) as stage:
+        train, valid = inputs.corpus.train, inputs.corpus.valid
+        return source(train, stage), source(valid, stage) if valid else None
 
 
 def build_drafter(cfg: Config, frozen: FrozenTarget, inputs: Inputs) -> Drafter:
@@ -330,4 +339,4 @@ def export_folder(cfg: Config, run_dir: Path) -> Path:
 def checkpoint_digest(folder: Path) -> str:
     """Of all that evaluation and export take from a checkpoint: the drafter, and the target if it was trained along."""
     files = read_notes(folder / STATE)["files"]
-    return digest([{name: files[name] for name in sorted(files) if name != OPTIMIZER}])
+    return digest([{name: files[name] for name in sorted(files) if not is_optimizer_file(name)}])

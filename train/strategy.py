@@ -1,29 +1,39 @@
-"""How a run is spread over devices and processes: the only file that knows about strategies.
+"""How a module is trained on all processes of a run. Strategies differ in this file and train/zero.py alone.
 
-The trainer sees an :class:`accelerate.Accelerator`, :func:`wrap` and :func:`micro_step`; nothing else here.
+The trainer sees an :class:`accelerate.Accelerator`, which starts the processes, and a :class:`Strategy`, which holds
+the module and its optimizer. All of them keep float32 weights (bfloat16 is autocast around the forward), take the same
+loss sums, and save and load the same tensors by the same names, so a run may change strategy when it goes on.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from conf.schema import Config
+from models.batch import Batch
 from models.device import pick_device
+from models.drafter import Drafter, TrainSpec
 from models.errors import EyasError
+from models.frozen import FrozenTarget
+from models.objective import Score
+from train.optimizer_state import OptimizerStates, State
 
-STRATEGIES = ("none", "ddp")
-PRECISIONS = {"fp32": "no", "bf16": "bf16"}
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+# A collective's own time-out is only the last resort: the watchdog (train/watchdog.py) names who is missing long before.
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
 def pick_precision(precision: str, device: str) -> str:
@@ -38,25 +48,17 @@ def pick_precision(precision: str, device: str) -> str:
     return "bf16" if native else "fp32"
 
 
-def build_accelerator(strategy: Mapping[str, Any], *, device: str = "auto", precision: str = "fp32") -> Accelerator:
-    """The accelerator of this run: one process, or one of ``WORLD_SIZE`` started by torchrun or accelerate.
-
-    ``strategy`` is conf/strategy/*.yaml: ``name`` (none and ddp are the same code: several processes average
-    their gradients) and ``timeout_minutes``, after which a collective that a lost process never joins fails.
-    """
-    name = str(strategy.get("name", "none"))
-    if name not in STRATEGIES:
-        raise EyasError(f"strategy={name}: must be one of {', '.join(STRATEGIES)}")
-    precision = pick_precision(precision, device)
-    on_cpu = pick_device(device) == "cpu"
+def build_accelerator(device: str = "auto") -> Accelerator:
+    """The processes of this run: one, or one of ``WORLD_SIZE`` started by torchrun or accelerate."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # `strategy` decides, not how the processes were started
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # as train.precision does
     _forget_previous_run(keep_processes=world > 1)
     accelerator = Accelerator(
-        cpu=on_cpu,
-        mixed_precision=PRECISIONS[precision],
+        cpu=pick_device(device) == "cpu",
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(minutes=float(strategy.get("timeout_minutes", 30)))),
+            InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
             DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         ],
     )
@@ -70,28 +72,179 @@ def build_accelerator(strategy: Mapping[str, Any], *, device: str = "auto", prec
 
 
 def _forget_previous_run(*, keep_processes: bool) -> None:
-    """Drop Accelerate's global state, so that a sweep may change precision or device between its jobs."""
+    """Drop Accelerate's global state, so that a sweep may change device between its jobs."""
     AcceleratorState._reset_state(reset_partial_state=not keep_processes)
     GradientState._reset_state()
 
 
-def wrap(
-    accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, unused: bool
-) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """The module as this strategy calls it, and its optimizer.
+class Pass(nn.Module):
+    """The forward of a drafter or joint model as strategies call it: products in ``dtype`` (None: as they are)."""
 
-    ``unused``: some steps leave some parameters without a gradient. Processes that exchange gradients then have to look
-    for those in every step, which costs a walk through the graph; they would wait for them otherwise.
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Score:
+        with torch.autocast(batch.input_ids.device.type, self.dtype, enabled=self.dtype is not None):
+            score: Score = self.module(batch, frozen, spec)
+        return score
+
+
+class Strategy(ABC):
+    """A module and its optimizer on all processes.
+
+    Gradients are averaged over processes: a loss that is to be divided by the slots of all of them is given
+    ``weight`` = processes / slots.
     """
-    if accelerator.ddp_handler is not None:
-        accelerator.ddp_handler.find_unused_parameters = unused
-    model, prepared = accelerator.prepare(module, optimizer)
-    return model, prepared
+
+    lockstep = False  # whether every process must make the same number of passes
+
+    def __init__(self, accelerator: Accelerator, module: nn.Module, optimizer: Optimizer) -> None:
+        self.accelerator, self.module, self.optimizer = accelerator, module, optimizer
+
+    @abstractmethod
+    def learn(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec, weight: float, *, last: bool) -> Score:
+        """Forward and backward of a batch, adding to the gradient; ``last``: the last one of its optimizer step."""
+
+    @abstractmethod
+    def step(self) -> Tensor:
+        """Clip the gradients, update the weights with the learning rates in :attr:`param_groups`, and forget the
+        gradients; their norm before clipping, 0-d."""
+
+    @abstractmethod
+    def score(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Score:
+        """Forward of a batch, without gradient."""
+
+    @abstractmethod
+    def optimizer_states(self) -> Iterator[tuple[str, State]]:
+        """What the optimizer keeps of every parameter that was updated, whole, on the main process (nothing elsewhere).
+        All processes must take them together."""
+
+    @abstractmethod
+    def load_optimizer(self, states: OptimizerStates) -> None:
+        """Continue with these states instead of none."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters and saved buffers of the drafter, and the trained parameters of a target that is trained along:
+        whole, on the main process, by the names of the module's state dict, tied ones once. All processes must ask
+        together."""
+        drafters = [m for m in self.module.modules() if isinstance(m, Drafter)]
+        kept = {id(p) for m in drafters for p in m.parameters()} | {id(p) for p in self.trained().values()}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        found: dict[str, Tensor] = {}
+        for name, value in self.module.state_dict().items():
+            parameter = parameters.get(name)
+            if parameter is None:
+                found[name] = value
+            elif id(parameter) in kept:
+                kept.discard(id(parameter))
+                found[name] = self.whole(parameter)
+        return found
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """A parameter as the main process has to save it."""
+        return parameter.detach()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer updates, by name."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
 
-@contextmanager
-def micro_step(accelerator: Accelerator, model: nn.Module, *, last: bool) -> Iterator[None]:
-    """One forward and backward of an optimizer step; processes exchange gradients in the last one only."""
-    accelerator.sync_gradients = last
-    with nullcontext() if last else accelerator.no_sync(model):
-        yield
+class Replicated(Strategy):
+    """Every process has all of the module and of the optimizer (none, ddp)."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        dtype: torch.dtype | None,
+        max_norm: float,
+        unused: bool,
+    ) -> None:
+        super().__init__(accelerator, module, optimizer)
+        self.max_norm, self.plain = max_norm, Pass(module, dtype)
+        if accelerator.ddp_handler is not None:
+            # Processes that exchange gradients would wait for those of parameters that have none in some steps; to look
+            # for them costs a walk through the graph in every step.
+            accelerator.ddp_handler.find_unused_parameters = unused
+        self.model = accelerator.prepare_model(self.plain)
+
+    def learn(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec, weight: float, *, last: bool) -> Score:
+        with nullcontext() if last else self.accelerator.no_sync(self.model):
+            score: Score = self.model(batch, frozen, spec)
+            (score.loss_sum * weight).backward()
+        return score
+
+    def step(self) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def score(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Score:
+        found: Score = self.plain(batch, frozen, spec)
+        return found
+
+    def optimizer_states(self) -> Iterator[tuple[str, State]]:
+        if self.accelerator.is_main_process:
+            for name, parameter in self.trained().items():
+                if state := self.optimizer.state.get(parameter):
+                    yield name, state
+
+    def load_optimizer(self, states: OptimizerStates) -> None:
+        trained = self.trained()
+        states.check_names(trained)
+        for name, parameter in trained.items():
+            if found := states.of(name, parameter.shape):
+                self.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in found.items()}
+
+
+def spread(
+    cfg: Config, accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, unused: bool
+) -> Strategy:
+    """The module under ``cfg.strategy``. ``unused``: some steps leave some parameters without a gradient."""
+    dtype = PRECISIONS[pick_precision(cfg.train.precision, cfg.device)]
+    if cfg.strategy.name in ("none", "ddp"):
+        max_norm = cfg.optim.max_grad_norm
+        return Replicated(accelerator, module, optimizer, dtype=dtype, max_norm=max_norm, unused=unused)
+    from train.zero import Zero
+
+    return Zero(accelerator, module, optimizer, dtype=dtype, strategy=cfg.strategy, optim=cfg.optim)
+
+
+def passes_of(
+    bins: Sequence[list[int]], accelerator: Accelerator, lengths: Sequence[int], *, at_least: int
+) -> list[tuple[list[int], bool]]:
+    """The documents of each forward that this process makes of these bins, and whether it counts.
+
+    Every process has every so-manieth bin. One that has fewer than ``at_least`` joins in with the shortest document, to
+    be counted at weight zero.
+    """
+    passes = [(members, True) for members in bins[accelerator.process_index :: accelerator.num_processes]]
+    shortest = min((d for members in bins for d in members), key=lengths.__getitem__)
+    return passes + [([shortest], False)] * max(0, at_least - len(passes))
+
+
+class Agreement:
+    """Yes or no from any process, known to all: over the CPU, so that no accelerator is waited for."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.group = None
+        self.alone = accelerator.num_processes == 1
+        if not self.alone and accelerator.device.type != "cpu":
+            self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+
+    def any(self, said: Sequence[bool]) -> list[bool]:
+        """Each of these, or-ed over all processes."""
+        if self.alone:
+            return list(said)
+        flags = torch.tensor(said, dtype=torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in flags]

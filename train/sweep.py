@@ -37,6 +37,7 @@ from models.errors import EyasError
 from models.files import write_atomic
 from models.run_folder import REPORT, STAGES, read_notes
 from models.visible import visible
+from train.signals import BY_SIGNAL, number_of
 
 SWEEPS = Path("outputs") / "sweeps"
 RECORD = "sweep.json"
@@ -174,9 +175,10 @@ def start_process(verb: str, overrides: Sequence[str]) -> int:
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, preexec_fn=_die_with_parent)
     try:
         return process.wait()
-    except KeyboardInterrupt:  # the terminal interrupts both
-        process.wait()
-        return INTERRUPTED
+    except KeyboardInterrupt as interrupt:  # a terminal tells both; a second time is no harm
+        process.send_signal(number_of(interrupt))
+        process.wait()  # it may save first, and says how it ends
+        sys.exit(BY_SIGNAL + number_of(interrupt))
 
 
 def _die_with_parent() -> None:

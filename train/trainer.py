@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +33,9 @@ from train.clock import Clock
 from train.joint import JointTraining
 from train.metrics import Totals, sum_over_processes
 from train.optim import build_optimizer, lr_factor, set_lr
-from train.strategy import micro_step, wrap
+from train.optimizer_state import OptimizerStates
+from train.strategy import Strategy, passes_of, spread
+from train.summary import plan_of
 from train.tracking import Tracker, progress
 from train.validation import rates, score_held_out
 
@@ -100,17 +103,8 @@ class Trainer:
         self.eval_every = t.eval_every or math.ceil(self.total / VALIDATIONS)
         self.save_every = t.save_every or self.eval_every
         self.drafter = drafter.to(accelerator.device)
-        self.module = joint.model if joint else self.drafter  # what is called; ``model`` is its distributed wrapper
+        self.module = joint.model if joint else self.drafter  # what is called
         self.module.train()
-        optimizer = build_optimizer(
-            self.drafter,
-            cfg.optim,
-            backbone=joint.model.trained_backbone() if joint else None,
-            backbone_lr=cfg.joint.lr,
-        )
-        # The first stage of joint training leaves the target's parameters alone, and depths that aren't trained theirs.
-        unused = joint is not None or (drafter.max_depth or 0) > t.depths
-        self.model, self.optimizer = wrap(accelerator, self.module, optimizer, unused=unused)
         self.checkpoints = CheckpointDir(run_dir, t.keep_last)
         self.state = TrainState(total_steps=self.total, content=dict(content))
         self.window = Totals(t.depths, accelerator.device)
@@ -120,11 +114,12 @@ class Trainer:
 
     def fit(self) -> Fitted:
         """Train to the last step. Raises EyasError when the loss stops being finite."""
-        self._resume()
-        self._show_plan()
+        newest = self._resume()
+        log.info("plan\n%s", plan_of(self))
         if self.state.step == self.total or self.state.stopped:
             log.info("this run is finished: %d of %d steps done", self.state.step, self.total)
             return self._fitted()
+        self._set_up(newest)
         self.clock.start(self.state.step, self.state.tokens)
         with self._tracking() as (tracker, bar):
             if self.joint and self.valid_source is not None and not self.state.perplexity:
@@ -153,29 +148,25 @@ class Trainer:
         accelerator, world = self.accelerator, self.accelerator.num_processes
         bins = [[self.documents[d] for d in members] for members in self.plan.bins(step)]
         documents = [d for docs in bins for d in docs]
-        mine = range(accelerator.process_index, len(bins), world)
-        # Processes average their gradients; the sum over all slots is wanted, divided by their number. A process
-        # without a bin joins in with another's bin at weight zero.
+        # Processes average their gradients; the sum over all slots is wanted, divided by their number.
         slots = sum(self.train_source.slots[d] for d in documents)
-        weight = world / slots if mine else 0.0
+        weight = world / slots
+        together = math.ceil(len(bins) / world) if self.strategy.lockstep else 1
+        passes = passes_of(bins, accelerator, self.train_source.lengths, at_least=together)
         spec = self._spec_of(step, slots, documents)
-        micro_steps = mine or range(1)
         of_target = self.joint.lr_factor(step, self.total, self.cfg.optim) if self.joint else 0.0
-        set_lr(self.optimizer, lr_factor(step, self.total, self.cfg.optim), of_target)
-        for number in micro_steps:
-            batch = self.train_source.batch(bins[number]).to(accelerator.device)
-            seed = bin_seed(self.cfg.seed, step, number)
+        set_lr(self.strategy.param_groups, lr_factor(step, self.total, self.cfg.optim), of_target)
+        for turn, (documents_read, counts) in enumerate(passes):
+            batch = self.train_source.batch(documents_read).to(accelerator.device)
+            seed = bin_seed(self.cfg.seed, step, accelerator.process_index + turn * world)
             torch.manual_seed(seed)
-            with micro_step(accelerator, self.model, last=number == micro_steps[-1]):
-                score = self.model(batch, self.frozen, replace(spec, seed=seed))
-                accelerator.backward(score.loss_sum * weight)
-            if mine:
+            given = weight if counts else 0.0
+            score = self.strategy.learn(batch, self.frozen, replace(spec, seed=seed), given, last=turn == len(passes) - 1)
+            if counts:
                 self.window.add(score)
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), self.cfg.optim.max_grad_norm)
+        norm = self.strategy.step()
         if accelerator.is_main_process:
             self.window.add_step(norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         self.state.step = step + 1
         self.state.tokens += sum(self.train_source.lengths[d] for d in documents)
         self.state.supervised += sum(self.train_source.supervised[d] for d in documents)
@@ -221,9 +212,7 @@ class Trainer:
     def _score(self, source: FeatureSource) -> tuple[Totals, list[list[float]]]:
         self.module.eval()
         spec = replace(self.spec, depths=max(self.spec.depths, self.chain))
-        found = score_held_out(
-            self.accelerator, self.module, self.frozen, source, spec, self.chain, self.cfg.train.bin_tokens
-        )
+        found = score_held_out(self.strategy, self.frozen, source, spec, self.chain, self.cfg.train.bin_tokens)
         self.module.train()
         return found
 
@@ -265,7 +254,7 @@ class Trainer:
         if tracker is None:  # not the main process, which now holds the sums of all
             return
         tokens_per_s = self.clock.rate(self.state.tokens)
-        lr = float(self.optimizer.param_groups[0]["lr"])
+        lr = float(self.strategy.param_groups[0]["lr"])
         row |= {"lr": lr, "epoch": self.plan.epoch(self.state.step), "tokens": self.state.tokens}
         tracker.log(self.state.step, "train", row | {"tokens_per_s": tokens_per_s})
         bar.set_postfix_str(f"loss {row['loss']:.3f} tau~{row['tau_mean_field']:.2f} {tokens_per_s:,.0f} tok/s")
@@ -303,38 +292,58 @@ class Trainer:
     def _save(self, tracker: Tracker | None) -> None:
         """Save this step, then record the best and drop what is no longer kept."""
         self._window_averages()  # refuses to save what is not finite
+        weights, states = self.strategy.weights(), self.strategy.optimizer_states()
         if self.accelerator.is_main_process:
             assert tracker is not None
             tracker.sync()
             self.state.window = self.window.state()
-            folder = self.checkpoints.save(self.state, self.drafter, self.optimizer.optimizer, self.joint)
+            folder = self.checkpoints.save(self.state, self.drafter, weights, states, self.joint)
             self.checkpoints.mark_best(self.state.best)
             self.checkpoints.prune(self.state.best)
             log.debug("saved %s", folder)
+        deque(states, maxlen=0)  # which all processes make together
         self.accelerator.wait_for_everyone()
 
-    def _resume(self) -> None:
-        """Continue from the newest whole checkpoint, if any."""
-        main = self.accelerator.is_main_process
-        if main:
+    def _resume(self) -> Path | None:
+        """Take weights and position from the newest whole checkpoint, if there is one, and return it."""
+        newest = self._newest()
+        if newest is not None:
+            found = self.checkpoints.read_state(newest)
+            changed = [k for k, v in self.state.content.items() if found.content.get(k) != v]
+            if changed or found.total_steps != self.total:
+                what = ", ".join(changed) or f"number of steps ({found.total_steps}, now {self.total})"
+                raise EyasError(
+                    f"{newest}: this run was begun with other input, {what}. Restore it, or train under another name= "
+                    f"(train.init_from={newest} starts from these weights)"
+                )
+            self.state = self.checkpoints.restore(newest, self.drafter, self.joint)
+            self.state.stopped = self._impatient()  # train.patience may be another one now
+            if self.accelerator.is_main_process:
+                self.window.load(self.state.window)
+                self.checkpoints.mark_best(self.state.best)
+        return newest
+
+    def _newest(self) -> Path | None:
+        """The newest whole checkpoint: the main process looks, the others take its word."""
+        step = 0
+        if self.accelerator.is_main_process:
             self.checkpoints.clean()
-        self.accelerator.wait_for_everyone()
-        newest = self.checkpoints.latest()
-        if newest is None:
-            return
-        found = self.checkpoints.read_state(newest)
-        changed = [k for k, v in self.state.content.items() if found.content.get(k) != v]
-        if changed or found.total_steps != self.total:
-            what = ", ".join(changed) or f"number of steps ({found.total_steps}, now {self.total})"
-            raise EyasError(
-                f"{newest}: this run was begun with other input, {what}. Restore it, or train under another name= "
-                f"(train.init_from={newest} starts from these weights)"
-            )
-        self.state = self.checkpoints.restore(newest, self.drafter, self.optimizer.optimizer, self.joint)
-        self.state.stopped = self._impatient()  # train.patience may be another one now
-        if main:
-            self.window.load(self.state.window)
-            self.checkpoints.mark_best(self.state.best)
+            newest = self.checkpoints.latest()
+            step = 0 if newest is None else self.checkpoints.read_state(newest).step
+        found = torch.tensor([step], device=self.accelerator.device)
+        step = int(sum_over_processes(self.accelerator, found))
+        return self.checkpoints.folder(step) if step else None
+
+    def _set_up(self, newest: Path | None) -> None:
+        """Spread the module, as it is now, over the processes; its optimizer continues what ``newest`` has of it."""
+        cfg, joint = self.cfg, self.joint
+        backbone = joint.model.trained_backbone() if joint else None
+        optimizer = build_optimizer(self.drafter, cfg.optim, backbone=backbone, backbone_lr=cfg.joint.lr)
+        # The first stage of joint training leaves the target's parameters alone, and depths that aren't trained theirs.
+        unused = joint is not None or (self.drafter.max_depth or 0) > cfg.train.depths
+        self.strategy: Strategy = spread(cfg, self.accelerator, self.module, optimizer, unused=unused)
+        if newest is not None:
+            self.strategy.load_optimizer(OptimizerStates(newest))
 
     @contextmanager
     def _tracking(self) -> Iterator[tuple[Tracker | None, tqdm]]:
@@ -366,28 +375,6 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.total
-
-    def _show_plan(self) -> None:
-        """Tell what is about to be trained, on what and for how long."""
-        source, kept, t = self.train_source, self.documents, self.cfg.train
-        tokens = sum(source.lengths[d] for d in kept)
-        supervised = sum(source.supervised[d] for d in kept)
-        left_out = len(source.lengths) - len(kept)
-        held_out = len(self.valid_source.lengths) if self.valid_source is not None else 0
-        rows = {
-            "documents": f"{len(kept):,} ({left_out:,} without a slot to learn from left out); {held_out:,} held out",
-            "tokens": f"{tokens:,}, of which {supervised:,} supervised ({supervised / tokens:.0%})",
-            "optimizer steps": f"{self.total:,} ({self.plan.epoch(self.total):.2f} epochs)",
-            "tokens per step": f"up to {t.bin_tokens * t.bins_per_step:,} in {t.bins_per_step} bins",
-            "processes": f"{self.accelerator.num_processes} on {self.accelerator.device.type}, {t.precision}",
-            "trainable, drafter": f"{self.drafter.trainable_parameters():,} parameters",
-            "trainable, target": f"{(self.joint or self.frozen).trainable_parameters():,} parameters",
-            "draft vocabulary": f"{len(self.drafter.vocab):,} of {self.drafter.vocab.size:,} tokens",
-            "validation, saving": f"every {self.eval_every:,} and {self.save_every:,} steps",
-            "starts at step": f"{self.state.step:,}" + (" (resumed)" if self.state.step else ""),
-        }
-        width = max(map(len, rows))
-        log.info("plan\n%s", "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()))
 
 
 def bin_seed(seed: int, step: int, number: int) -> int:

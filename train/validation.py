@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from data.features.order import plan_epoch
 from data.features.source import FeatureSource
@@ -15,12 +14,12 @@ from models.drafter import TrainSpec
 from models.frozen import FrozenTarget
 from models.simulate import simulated_tau
 from train.metrics import Totals, sum_over_processes
+from train.strategy import Strategy, passes_of
 
 
 @torch.no_grad()
 def score_held_out(
-    accelerator: Accelerator,
-    module: nn.Module,
+    strategy: Strategy,
     frozen: FrozenTarget,
     source: FeatureSource,
     spec: TrainSpec,
@@ -28,15 +27,19 @@ def score_held_out(
     bin_tokens: int,
 ) -> tuple[Totals, list[list[float]]]:
     """Sums over the held-out documents, and (accepted, passes) of the simulated walks of ``chain`` drafts at T=0 and
-    T=1, over all processes. ``module``: a drafter or joint model in eval mode."""
+    T=1, over all processes. The strategy's module must be in eval mode."""
+    accelerator = strategy.accelerator
     totals = Totals(spec.depths, accelerator.device)
     walks = torch.zeros(2, 2, dtype=torch.float64)
     documents = [d for d, slots in enumerate(source.slots) if slots]
     bins = plan_epoch([source.lengths[d] for d in documents], seed=0, epoch=0, bin_tokens=bin_tokens)
     spec = replace(spec, objective=replace(spec.objective, depth_keep=1.0), per_slot=True)
-    for members in bins[accelerator.process_index :: accelerator.num_processes]:
-        batch = source.batch([documents[d] for d in members]).to(accelerator.device)
-        score = module(batch, frozen, spec)
+    bins = [[documents[d] for d in members] for members in bins]
+    together = math.ceil(len(bins) / accelerator.num_processes) if strategy.lockstep else 0
+    for members, counts in passes_of(bins, accelerator, source.lengths, at_least=together):
+        score = strategy.score(source.batch(members).to(accelerator.device), frozen, spec)
+        if not counts:
+            continue
         totals.add(score)
         assert score.match_slots is not None and score.alpha_slots is not None
         index, valid = score.slots.index, score.slots.valid[:chain]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ __all__ = ["Given", "Input", "Row", "Source", "inputs_of", "read_rows", "read_so
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".json.gz", ".jsonl.gz", ".ndjson.gz")
 log = logging.getLogger(__name__)
 
+LEAST, MOST = 1e-3, 1e3  # weights: an epoch lists every copy, and epochs are planned until one holds a document
 BATCH, BATCH_BYTES = 1024, 32 << 20  # of a parquet file at a time: rows, and what they may take on disk, unpacked
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
 
@@ -33,7 +33,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
 class Input:
     """One of the inputs of ``data.path``: a file, a folder or a `datasets` name.
 
-    weight: how often its conversations are seen in an epoch; 0.5 is a half of them, another half each epoch.
+    weight: how often its conversations are seen in an epoch; 0.5 is a half of them, another half each epoch. 0.001 to
+    1000.
     """
 
     path: str
@@ -59,8 +60,8 @@ def _input(given: Given, key: str) -> Input:
     path, weight = given.get("path"), given.get("weight", 1.0)
     if not isinstance(path, str) or not path or set(given) - {"path", "weight"}:
         raise EyasError(f"{key}={dict(given)}: an input is a path or {{path: FILE, weight: NUMBER}}")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise EyasError(f"{key}={dict(given)}: a weight must be a number above 0")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not LEAST <= weight <= MOST:
+        raise EyasError(f"{key}={dict(given)}: a weight must be a number above 0, from {LEAST:g} to {MOST:g}")
     return Input(path, float(weight))
 
 

@@ -3,10 +3,14 @@
 A shard is a unit of work: its documents are batched by length (right padding, little of it), and each goes to
 its place in the file as soon as it is computed. Memory holds one batch; document order and bytes do not depend
 on how often the dump was broken off.
+
+The processes of a job share the shards: process 0 holds the folder, says who writes which, and lists what is whole. The
+plan of shards knows nothing of processes, so the bytes do not depend on their number either.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
@@ -20,7 +24,8 @@ from torch import Tensor, nn
 
 from data.features.manifest import Documents, Manifest, blake2b, store_key, torch_dtype
 from data.features.store import FeatureStore, TokenFeatures, check_lengths
-from data.features.writer import FeatureWriter, ShardFile
+from data.features.writer import FeatureWriter, ShardWriter
+from data.processes import ALONE, Stage
 from models.errors import EyasError
 from models.quantize import computed_in
 
@@ -29,7 +34,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PLAN, WHOLE = "{}-plan", "{}-whole"  # what process 0 tells the others of the store with this key
 PROBE_TOKENS = 512  # run once beforehand to estimate the time
+SHARDS = 128  # a store that fits into few large shards is split into about so many, for the processes to share ...
+BATCHES = 4  # ... but into none smaller than so many batches, which would pad more
 
 
 class FeatureTarget(Protocol):
@@ -113,30 +121,70 @@ def dump(
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
     free_bytes: Callable[[Path], int] | None = None,
+    stage: Stage = ALONE,
 ) -> FeatureStore:
     """Store the features of all examples in ``folder`` and open the store; what is already there is kept.
 
-    Run again after a break it writes the missing shards only, and none if the store is whole. ``max_bad``
-    documents may have NaN or infinite features (stored as zeros without loss, listed in the manifest); one more
-    stops the dump. ``provenance``: JSON-able facts for the manifest (target id, template, data path ...).
-    ``progress(done, total)`` is called after each document, in tokens; ``free_bytes(folder)`` tells the free
-    space (default: ask the disk). Raises EyasError if the disk cannot hold the store, before the first shard.
+    Run again after a break it writes the missing shards only, and none if the store is whole. ``shard_bytes``: the
+    size of a shard at most. ``max_bad`` documents may have NaN or infinite features (stored as zeros without loss,
+    listed in the manifest); one more stops the dump. ``provenance``: JSON-able facts for the manifest (target id,
+    template, data path ...). ``progress(done, total)`` is called after each document, in tokens; ``free_bytes(folder)``
+    tells the free space (default: ask the disk). ``stage``: the processes that call this together, with equal
+    arguments; each counts bad documents in the shards that were whole when it began and in its own, process 0 in all
+    that are whole. Raises EyasError if the disk cannot hold the store, before the first shard.
     """
     if not examples:
         raise EyasError("data.path: no usable document to take features of")
     folder, documents = Path(folder), Documents.of(examples)
-    manifest = _manifest(target, examples, documents, dtype, shard_bytes, provenance or {})
-    with FeatureWriter(folder, manifest, documents) as writer:
+    manifest = _manifest(target, examples, documents, dtype, shard_bytes, batch_tokens, provenance or {})
+    if stage.rank:
+        return _help(target, examples, folder, documents, manifest.key, batch_tokens, max_bad, stage)
+    with FeatureWriter(folder, manifest, documents, stage.moved) as writer:
         for index, wrong in writer.damaged.items():
             log.warning("%s: shard %d %s; writing it again", folder, index, wrong)
-        pending = writer.pending
-        if pending:
-            _announce(target, examples, writer, free_bytes or disk_free)
-        meter = _Meter(writer, progress)
-        for index in pending:
-            with writer.shard(index) as shard:
-                _fill(shard, target, examples, batch_tokens, meter, max_bad)
-    return FeatureStore.open(folder, key=manifest.key)
+        meter = _Meter(writer, stage, max_bad, progress)
+        if writer.pending:
+            _announce(target, examples, writer, free_bytes or disk_free, stage.size)
+        shares = split(writer.pending, [writer.tokens_of(index) for index in writer.pending], stage.size)
+        stage.tell(PLAN.format(manifest.key), {"manifest": json.loads(writer.manifest.to_json()), "shares": shares})
+        for index in shares[0]:
+            _fill(writer, index, target, examples, batch_tokens, meter)
+            _collect(writer, meter)
+        stage.wait(lambda: _collect(writer, meter))
+    store = FeatureStore.open(folder, key=manifest.key, written=writer.written, tick=stage.moved)
+    stage.tell(WHOLE.format(manifest.key))
+    return store
+
+
+def _help(
+    target: FeatureTarget,
+    examples: Sequence[Example],
+    folder: Path,
+    documents: Documents,
+    key: str,
+    batch_tokens: int,
+    max_bad: int,
+    stage: Stage,
+) -> FeatureStore:
+    """Write this process's share of a store that process 0 holds, and open the store when it is whole."""
+    plan = stage.hear(PLAN.format(key))
+    writer = ShardWriter(folder, Manifest.of(plan["manifest"], folder), documents)
+    meter = _Meter(writer, stage, max_bad)
+    for index in plan["shares"][stage.rank]:
+        _fill(writer, index, target, examples, batch_tokens, meter)
+    stage.hear(WHOLE.format(key))
+    return FeatureStore.open(folder, key=key, written=writer.written, tick=stage.moved)
+
+
+def split(shards: Sequence[int], tokens: Sequence[int], processes: int) -> list[list[int]]:
+    """The shards of each process, about equally many tokens; the same wherever it is computed."""
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for count, shard in sorted(zip(tokens, shards, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        least = loads.index(min(loads))
+        shares[least].append(shard)
+        loads[least] += count
+    return [sorted(share) for share in shares]
 
 
 def disk_free(folder: Path) -> int:
@@ -160,40 +208,73 @@ def format_seconds(seconds: float) -> str:
 class _Meter:
     """Counts tokens done and documents skipped, over this dump and the ones it continues."""
 
-    def __init__(self, writer: FeatureWriter, progress: Callable[[int, int], None] | None) -> None:
-        self.progress, self.lengths = progress, writer.documents.lengths
-        self.done = sum(shard.tokens for shard in writer.manifest.shards)
-        self.total = writer.manifest.tokens
-        self.bad = sum(len(shard.skipped) for shard in writer.manifest.shards)
+    def __init__(
+        self,
+        writer: ShardWriter,
+        stage: Stage,
+        max_bad: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.writer, self.stage, self.max_bad, self.progress = writer, stage, max_bad, progress
+        self.count()
+
+    def count(self) -> None:
+        """Count the whole shards. Raises EyasError if too many documents in them were skipped."""
+        shards = self.writer.manifest.shards
+        self.done = sum(shard.tokens for shard in shards)
+        self.bad = sum(len(shard.skipped) for shard in shards)
+        if self.bad > self.max_bad:
+            skipped = [self.writer.documents.sources[document] for shard in shards for document in shard.skipped]
+            named = ", ".join(skipped[:8]) + (", ..." if len(skipped) > 8 else "")
+            raise EyasError(
+                f"{self.writer.folder}: {self.bad} documents with NaN or infinite features, {self.max_bad} allowed: "
+                f"{named}. {REMOVE}"
+            )
+
+    def skip(self, wrong: str) -> None:
+        """A document more without features. Raises EyasError if that is one too many."""
+        self.bad += 1
+        if self.bad > self.max_bad:
+            raise EyasError(f"{wrong} ({self.bad} such so far, {self.max_bad} allowed). {REMOVE}")
+        log.warning("%s; stored without loss", wrong)
 
     def add(self, document: int) -> None:
-        self.done += self.lengths[document]
+        self.done += self.writer.documents.lengths[document]
+        self.tell()
+        self.stage.moved()
+
+    def tell(self) -> None:
         if self.progress:
-            self.progress(self.done, self.total)
+            self.progress(self.done, self.writer.manifest.tokens)
+
+
+REMOVE = "Remove the row, or compute in float32 (target.dtype=float32)"
 
 
 def _fill(
-    shard: ShardFile,
+    writer: ShardWriter,
+    index: int,
     target: FeatureTarget,
     examples: Sequence[Example],
     batch_tokens: int,
     meter: _Meter,
-    max_bad: int,
 ) -> None:
-    for document, features in forward(target, examples, shard.documents, batch_tokens):
-        example = examples[document]
-        ids, supervised = torch.tensor(example.input_ids), torch.tensor(example.supervised, dtype=torch.bool)
-        if not shard.write(document, features, ids, supervised):
-            meter.bad += 1
-            wrong = f"{example.source}: the target's features of document {document} are NaN or infinite"
-            if meter.bad > max_bad:
-                raise EyasError(
-                    f"{wrong} ({meter.bad} such so far, {max_bad} allowed). Remove the row, or compute in float32 "
-                    "(target.dtype=float32)"
-                )
-            log.warning("%s; stored without loss", wrong)
-            shard.skip(document, ids)
-        meter.add(document)
+    with writer.shard(index) as shard:
+        for document, features in forward(target, examples, shard.documents, batch_tokens):
+            example = examples[document]
+            ids, supervised = torch.tensor(example.input_ids), torch.tensor(example.supervised, dtype=torch.bool)
+            if not shard.write(document, features, ids, supervised):
+                meter.skip(f"{example.source}: the target's features of document {document} are NaN or infinite")
+                shard.skip(document, ids)
+            meter.add(document)
+
+
+def _collect(writer: FeatureWriter, meter: _Meter) -> bool | None:
+    """Take in what the other processes have finished. True when all is there."""
+    if writer.collect():
+        meter.count()
+        meter.tell()
+    return None if writer.pending else True
 
 
 def _manifest(
@@ -202,6 +283,7 @@ def _manifest(
     documents: Documents,
     dtype: str,
     shard_bytes: int,
+    batch_tokens: int,
     provenance: dict[str, Any],
 ) -> Manifest:
     torch_dtype(dtype)
@@ -219,15 +301,21 @@ def _manifest(
         planned_shards=0,
         provenance=provenance,
     )
-    planned = len(manifest.layout.plan(documents.lengths, shard_bytes))
-    return replace(manifest, planned_shards=planned)
+    layout = manifest.layout
+    shard_bytes = min(shard_bytes, max(manifest.tokens // SHARDS, BATCHES * batch_tokens) * layout.token_bytes)
+    planned = len(layout.plan(documents.lengths, shard_bytes))
+    return replace(manifest, shard_bytes=shard_bytes, planned_shards=planned)
 
 
 def _announce(
-    target: FeatureTarget, examples: Sequence[Example], writer: FeatureWriter, free_bytes: Callable[[Path], int]
+    target: FeatureTarget,
+    examples: Sequence[Example],
+    writer: FeatureWriter,
+    free_bytes: Callable[[Path], int],
+    processes: int,
 ) -> None:
     """Log the estimate of what is still to be written; raise EyasError if it does not fit."""
-    tokens = sum(writer.documents.lengths[d] for index in writer.pending for d in writer.plan[index])
+    tokens = sum(map(writer.tokens_of, writer.pending))
     need, free = sum(map(writer.bytes_of, writer.pending)), free_bytes(writer.folder)
     if need > free:
         raise EyasError(
@@ -238,7 +326,7 @@ def _announce(
     probe = torch.tensor(examples[writer.plan[writer.pending[0]].start].input_ids[:PROBE_TOKENS])
     began = time.perf_counter()
     target.features([probe])
-    seconds = (time.perf_counter() - began) * tokens / len(probe)
+    seconds = (time.perf_counter() - began) * tokens / len(probe) / processes
     estimate = Estimate(tokens, need, free, seconds)
     shards = f"{len(writer.pending)} of {writer.manifest.planned_shards} shards"
     log.info("features into %s: %s to write, %s", writer.folder, shards, estimate)

@@ -199,7 +199,9 @@ class Manifest:
         return len(self.shards) == self.planned_shards
 
     def with_shards(self, shards: Sequence[Shard]) -> Manifest:
-        return replace(self, shards=tuple(sorted(shards, key=lambda shard: shard.index)))
+        """With these shards in order; of two with the same number the later one."""
+        numbered = {shard.index: shard for shard in shards}
+        return replace(self, shards=tuple(numbered[index] for index in sorted(numbered)))
 
     def to_json(self) -> bytes:
         return _json(asdict(self) | {"complete": self.complete})
@@ -207,8 +209,11 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises EyasError when there is no manifest, or not one this version understands."""
-        path = folder / MANIFEST
-        raw = read_json(path)
+        return cls.of(read_json(folder / MANIFEST), folder / MANIFEST)
+
+    @classmethod
+    def of(cls, raw: dict[str, Any], path: Path) -> Manifest:
+        """The manifest that a JSON object from ``path`` is; raises EyasError as :meth:`read` does."""
         if raw.get("format") != FORMAT or raw.get("version") != VERSION:
             raise EyasError(
                 f"{path}: format {raw.get('format')!r} version {raw.get('version')!r}, but this Eyas reads "

@@ -28,6 +28,7 @@ from data.features.manifest import (
     read_json,
     starts_of,
 )
+from data.processes import Tick, nothing
 from models.errors import EyasError
 from models.files import write_atomic
 
@@ -110,10 +111,18 @@ class FeatureStore:
         return vars(self) | {"_open": OrderedDict()}
 
     @classmethod
-    def open(cls, folder: Path | str, *, key: str | None = None) -> FeatureStore:
+    def open(
+        cls,
+        folder: Path | str,
+        *,
+        key: str | None = None,
+        written: Mapping[str, Any] | None = None,
+        tick: Tick = nothing,
+    ) -> FeatureStore:
         """Verify and open. Raises EyasError naming the file if the store is unfinished, damaged or another one.
 
-        Checksums of shards not touched since they were last verified are not computed again.
+        Checksums of shards not touched since they were last verified are not computed again, nor those of shards that
+        are still as this job wrote them (``written``: file name -> :func:`file_state`). tick: called after each shard.
         """
         folder = Path(folder)
         manifest = Manifest.read(folder)
@@ -125,7 +134,7 @@ class FeatureStore:
                 "whole; run the same command again to continue it"
             )
         documents = _read_documents(folder, manifest)
-        _verify(folder, manifest)
+        _verify(folder, manifest, written or {}, tick)
         return cls(folder, manifest, documents)
 
     @staticmethod
@@ -207,25 +216,28 @@ def _read_documents(folder: Path, manifest: Manifest) -> Documents:
     return documents
 
 
-def _verify(folder: Path, manifest: Manifest) -> None:
+def _verify(folder: Path, manifest: Manifest, written: Mapping[str, Any], tick: Tick) -> None:
     """Check every shard, remembering when each file checked last changed (a cache: it may vanish at any time)."""
     path, known, seen = folder / VERIFIED, {}, {}
     with suppress(OSError, ValueError):
         known = json.loads(path.read_bytes())
+    checked = known if isinstance(known, Mapping) else {}
     for shard in manifest.shards:
-        state = _state(folder / shard.file, shard)
-        if state is None or not isinstance(known, Mapping) or known.get(shard.file) != state:
+        state = file_state(folder / shard.file, shard)
+        if state is None or state not in (checked.get(shard.file), written.get(shard.file)):
             wrong = damage(folder, shard)
             if wrong:
                 raise EyasError(f"{folder / shard.file}: {wrong}; {REPAIR}")
         if state is not None and time.time_ns() - max(state[1:3]) > SETTLED_NS:
             seen[shard.file] = state
+        tick()
     if seen != known:
         with suppress(OSError, EyasError):
             write_atomic(path, json.dumps(seen).encode())
 
 
-def _state(path: Path, shard: Shard) -> list[Any] | None:
+def file_state(path: Path, shard: Shard) -> list[Any] | None:
+    """What changes when a shard's file does, beside the checksum that was computed of it; None without the file."""
     if not path.is_file():
         return None
     stat = path.stat()

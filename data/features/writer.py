@@ -2,15 +2,21 @@
 
 Every file is written under a temporary name, fsynced and renamed; manifest.json lists a shard only after that.
 So a dump killed at any moment leaves whole shards, and continues with the missing ones.
+
+Of several processes one holds the folder and writes the manifest (FeatureWriter). The others write shards of their
+own (ShardWriter) and leave a receipt beside each, which that one takes into the manifest: no file has two writers.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,19 +34,23 @@ from data.features.manifest import (
     file_blake2b,
     starts_of,
 )
-from data.features.store import Stored, TokenFeatures, damage, is_finite
+from data.features.store import Stored, TokenFeatures, damage, file_state, is_finite
+from data.processes import Tick, nothing
 from models.errors import EyasError
 from models.files import lock, out_of_space, publish, write_atomic
 
 SHARD_FILE = "shard-{:05d}.safetensors"
 SHARD_FILES = "shard-*.safetensors"
+RECEIPT = "shard-{:05d}.json"
+RECEIPTS = "shard-*.json"
 
 
 class ShardFile:
     """A shard being written: documents go straight to their place in a preallocated file, in any order."""
 
-    def __init__(self, path: Path, manifest: Manifest, index: int, documents: range, lengths: list[int]) -> None:
-        self.path, self.index, self.documents = path, index, documents
+    def __init__(self, final: Path, manifest: Manifest, index: int, documents: range, lengths: list[int]) -> None:
+        self.final, self.index, self.documents = final, index, documents
+        self.path = final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")  # no other process's
         self.columns = manifest.layout.columns
         self.starts = dict(zip(documents, starts_of([lengths[d] for d in documents]), strict=True))
         self.missing = set(documents)
@@ -52,8 +62,10 @@ class ShardFile:
         for column in self.columns:
             self.offsets[column.name] = self.bytes
             self.bytes += self.tokens * column.row_bytes
-        self._file: IO[bytes] = path.open("w+b")
+        self._file: IO[bytes] = self.path.open("w+b")
         try:
+            with suppress(OSError):  # a filesystem without locks
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see _is_written
             self._reserve()
             self._pwrite(header, 0)
         except BaseException:
@@ -79,17 +91,17 @@ class ShardFile:
         self.write(document, Stored(**shapes), ids, shapes["supervised"])
         self.skipped.append(document)
 
-    def finish(self, final: Path) -> Shard:
+    def finish(self) -> Shard:
         """Make the shard durable under its final name."""
         if self.missing:
             raise RuntimeError(f"shard {self.index} lacks documents {sorted(self.missing)}")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
         digest = file_blake2b(self.path)
-        publish(self.path, final)
+        publish(self.path, self.final)
+        self._file.close()
         first, count, skipped = self.documents.start, len(self.documents), tuple(sorted(self.skipped))
-        return Shard(self.index, final.name, first, count, self.tokens, self.bytes, digest, skipped)
+        return Shard(self.index, self.final.name, first, count, self.tokens, self.bytes, digest, skipped)
 
     def discard(self) -> None:
         self._file.close()
@@ -117,22 +129,65 @@ class ShardFile:
             view, offset = view[written:], offset + written
 
 
-class FeatureWriter:
-    """Fills a store folder shard by shard; one process at a time. Use as a context manager.
+class ShardWriter:
+    """Writes shards of a store whose manifest another process of the job keeps.
 
-    Continues what is there if it has the same key: whole shards are kept, with the shard size they were begun
-    with; leftovers and damaged shards are written anew. Raises EyasError if the folder holds another store or
-    another process is writing it.
+    manifest: lists the shards that are whole as far as this process knows, its own among them. written: the state of
+    its files (:func:`file_state`) when it wrote and summed them.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, documents: Documents) -> None:
+        self.folder, self.manifest, self.documents = folder, manifest, documents
+        self.plan = manifest.layout.plan(documents.lengths, manifest.shard_bytes)
+        self.written: dict[str, Any] = {}
+
+    def bytes_of(self, index: int) -> int:
+        """Size of a shard without its header (some hundred bytes)."""
+        return self.tokens_of(index) * self.manifest.layout.token_bytes
+
+    def tokens_of(self, index: int) -> int:
+        return sum(self.documents.lengths[d] for d in self.plan[index])
+
+    @contextmanager
+    def shard(self, index: int) -> Iterator[ShardFile]:
+        """Write one shard: it counts as whole when the block ends, and is thrown away when it raises."""
+        final = self.folder / SHARD_FILE.format(index)
+        with out_of_space(final, MORE_SPACE):
+            file = ShardFile(final, self.manifest, index, self.plan[index], self.documents.lengths)
+            try:
+                yield file
+                shard = file.finish()
+            except BaseException:
+                file.discard()
+                raise
+        self.written[shard.file] = file_state(final, shard)
+        self.manifest = self.manifest.with_shards([*self.manifest.shards, shard])
+        self._record(shard)
+
+    def _record(self, shard: Shard) -> None:
+        receipt = {"shard": asdict(shard), "state": self.written[shard.file]}
+        self._write(RECEIPT.format(shard.index), json.dumps(receipt).encode())
+
+    def _write(self, name: str, content: bytes) -> None:
+        with out_of_space(self.folder / name, MORE_SPACE):
+            write_atomic(self.folder / name, content)
+
+
+class FeatureWriter(ShardWriter):
+    """Fills a store folder shard by shard; one job at a time. Use as a context manager.
+
+    Continues what is there if it has the same key: whole shards are kept, with the shard size they were begun
+    with; leftovers and damaged shards are written anew. tick: called for each shard that is checked. Raises EyasError
+    if the folder holds another store or another job is writing it.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, documents: Documents, tick: Tick = nothing) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.documents = folder, documents
         self._lock = lock(folder, "writing this feature store")
         try:
             self.damaged: dict[int, str] = {}
-            self.manifest = self._continue(manifest)
-            self.plan = self.manifest.layout.plan(documents.lengths, self.manifest.shard_bytes)
+            super().__init__(folder, self._kept(folder, manifest), documents)
+            self._continue(tick)
         except BaseException:
             self._lock.close()
             raise
@@ -149,51 +204,84 @@ class FeatureWriter:
         done = {shard.index for shard in self.manifest.shards}
         return [index for index in range(self.manifest.planned_shards) if index not in done]
 
-    def bytes_of(self, index: int) -> int:
-        """Size of a shard without its header (some hundred bytes)."""
-        tokens = sum(self.documents.lengths[d] for d in self.plan[index])
-        return tokens * self.manifest.layout.token_bytes
+    def collect(self) -> bool:
+        """List what other processes of the job have finished meanwhile. Whether there was any."""
+        found = self._receipts()
+        if found:
+            self.manifest = self.manifest.with_shards([*self.manifest.shards, *found])
+            self._write(MANIFEST, self.manifest.to_json())
+            self._drop_receipts(found)
+        return bool(found)
 
-    @contextmanager
-    def shard(self, index: int) -> Iterator[ShardFile]:
-        """Write one shard: journalled in the manifest when the block ends, thrown away when it raises."""
-        final = self.folder / SHARD_FILE.format(index)
-        temporary = final.with_name(final.name + ".tmp")
-        with out_of_space(final, MORE_SPACE):
-            file = ShardFile(temporary, self.manifest, index, self.plan[index], self.documents.lengths)
-            try:
-                yield file
-                shard = file.finish(final)
-            except BaseException:
-                file.discard()
-                raise
-        self.manifest = self.manifest.with_shards([*self.manifest.shards, shard])
+    def _record(self, shard: Shard) -> None:
         self._write(MANIFEST, self.manifest.to_json())
 
-    def _continue(self, fresh: Manifest) -> Manifest:
-        for leftover in self.folder.glob("*.tmp"):
-            leftover.unlink(missing_ok=True)
-        manifest = fresh
-        if (self.folder / MANIFEST).exists():
-            manifest = Manifest.read(self.folder)
-            if manifest.key != fresh.key:
-                raise EyasError(f"{self.folder}: holds another feature store; {_differences(manifest, fresh)}")
-            checked = {shard: damage(self.folder, shard) for shard in manifest.shards}
-            self.damaged = {shard.index: wrong for shard, wrong in checked.items() if wrong}
-            manifest = manifest.with_shards([shard for shard, wrong in checked.items() if not wrong])
-            for useless in set(self.folder.glob(SHARD_FILES)) - {self.folder / s.file for s in manifest.shards}:
-                useless.unlink()  # damaged, or renamed but not yet listed when the dump was killed: free its space
-        documents = self.folder / DOCUMENTS
-        if not documents.exists() or file_blake2b(documents) != manifest.documents_blake2b:
-            data = self.documents.to_json()
-            manifest = replace(manifest, documents_blake2b=blake2b(data))
-            self._write(DOCUMENTS, data)
-        self._write(MANIFEST, manifest.to_json())
+    @staticmethod
+    def _kept(folder: Path, fresh: Manifest) -> Manifest:
+        """The manifest that is there, or the fresh one."""
+        if not (folder / MANIFEST).exists():
+            return fresh
+        manifest = Manifest.read(folder)
+        if manifest.key != fresh.key:
+            raise EyasError(f"{folder}: holds another feature store; {_differences(manifest, fresh)}")
         return manifest
 
-    def _write(self, name: str, content: bytes) -> None:
-        with out_of_space(self.folder / name, MORE_SPACE):
-            write_atomic(self.folder / name, content)
+    def _continue(self, tick: Tick) -> None:
+        for leftover in self.folder.glob("*.tmp"):
+            if not _is_written(leftover):
+                leftover.unlink(missing_ok=True)
+        receipts = self._receipts()
+        whole = []
+        for shard in [*self.manifest.shards, *receipts]:
+            state, wrong = file_state(self.folder / shard.file, shard), damage(self.folder, shard)
+            tick()
+            if wrong:
+                self.damaged[shard.index] = wrong
+            else:
+                self.written[shard.file] = state
+                whole.append(shard)
+        self.manifest = self.manifest.with_shards(whole)
+        for useless in set(self.folder.glob(SHARD_FILES)) - {self.folder / shard.file for shard in whole}:
+            useless.unlink()  # damaged, or renamed but not yet listed when the dump was killed: free its space
+        data, listed = self.documents.to_json(), self.folder / DOCUMENTS
+        if not listed.exists() or file_blake2b(listed) != self.manifest.documents_blake2b:
+            self.manifest = replace(self.manifest, documents_blake2b=blake2b(data))
+            self._write(DOCUMENTS, data)
+        self._write(MANIFEST, self.manifest.to_json())
+        self._drop_receipts(receipts)
+        for stale in self.folder.glob(RECEIPTS):  # of another plan, or damaged
+            stale.unlink(missing_ok=True)
+
+    def _receipts(self) -> list[Shard]:
+        """Shards of this plan that have a receipt and are not listed yet."""
+        listed = {shard.index for shard in self.manifest.shards}
+        found = []
+        for path in sorted(self.folder.glob(RECEIPTS)):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                receipt = json.loads(path.read_bytes())
+                shard = Shard(**receipt["shard"] | {"skipped": tuple(receipt["shard"]["skipped"])})
+                planned = self.plan[shard.index] if 0 <= shard.index < len(self.plan) else range(0)
+                is_planned = (shard.first, shard.documents) == (planned.start, len(planned))
+                if is_planned and shard.file == SHARD_FILE.format(shard.index) and shard.index not in listed:
+                    self.written[shard.file] = receipt["state"]
+                    found.append(shard)
+        return found
+
+    def _drop_receipts(self, shards: list[Shard]) -> None:
+        for shard in shards:
+            (self.folder / RECEIPT.format(shard.index)).unlink(missing_ok=True)
+
+
+def _is_written(temporary: Path) -> bool:
+    """Whether a living process is writing this file: one that outlives the process that held the folder."""
+    try:
+        with temporary.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # gone, or a filesystem without locks
+        pass
+    return False
 
 
 def _differences(old: Manifest, new: Manifest) -> str:

@@ -1,0 +1,33 @@
+"""What is about to be trained, on what and for how long: the plan a run shows before its first step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.trainer import Trainer
+
+
+def plan_of(trainer: Trainer) -> str:
+    """A table of it, a row a line."""
+    source, kept, cfg = trainer.train_source, trainer.documents, trainer.cfg
+    t, valid, accelerator = cfg.train, trainer.valid_source, trainer.accelerator
+    tokens = sum(source.lengths[d] for d in kept)
+    supervised = sum(source.supervised[d] for d in kept)
+    left_out = len(source.lengths) - len(kept)
+    held_out = 0 if valid is None else len(valid.lengths)
+    drafter, target = trainer.drafter, trainer.joint or trainer.frozen
+    rows = {
+        "documents": f"{len(kept):,} ({left_out:,} without a slot to learn from left out); {held_out:,} held out",
+        "tokens": f"{tokens:,}, of which {supervised:,} supervised ({supervised / tokens:.0%})",
+        "optimizer steps": f"{trainer.total:,} ({trainer.plan.epoch(trainer.total):.2f} epochs)",
+        "tokens per step": f"up to {t.bin_tokens * t.bins_per_step:,} in {t.bins_per_step} bins",
+        "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {t.precision}",
+        "trainable, drafter": f"{drafter.trainable_parameters():,} parameters",
+        "trainable, target": f"{target.trainable_parameters():,} parameters",
+        "draft vocabulary": f"{len(drafter.vocab):,} of {drafter.vocab.size:,} tokens",
+        "validation, saving": f"every {trainer.eval_every:,} and {trainer.save_every:,} steps",
+        "starts at step": f"{trainer.state.step:,}" + (" (resumed)" if trainer.state.step else ""),
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
