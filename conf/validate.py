@@ -69,6 +69,8 @@ def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tu
     found = notes(cfg, overrides)
     if job == "train" and cfg.drafter_path is not None:
         found.append("drafter_path has no effect on train, which measures its own drafter; see train.init_from")
+    if job == "train":
+        found += idle(cfg)
     return cfg, found
 
 
@@ -102,7 +104,7 @@ def check_late_inputs(cfg: Config, job: str) -> None:
     needed = {"train.init_from": cfg.train.init_from} if job == "train" else {}
     if job == "train" and cfg.strategy.name in STAGES:
         check_installed()
-        deepspeed_config(cfg.strategy, cfg.optim, int(os.environ.get("WORLD_SIZE", "1")))
+        deepspeed_config(cfg.strategy, cfg.optim, processes())
     if job in (*MEASURING, "export"):
         check_drafters(cfg, job)
     if job in ("train", *MEASURING) and cfg.verify.tree not in TREES:
@@ -295,6 +297,22 @@ def notes(cfg: Config, overrides: Sequence[str]) -> list[str]:
             "target hardly overlap (arXiv 2602.23881); train with ce or kl first and give train.init_from=RUN"
         )
     return found
+
+
+def processes() -> int:
+    """How many processes the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def idle(cfg: Config) -> list[str]:
+    """A note if a step has fewer bins than there are processes."""
+    bins, world = cfg.train.bins_per_step, processes()
+    if bins >= world:
+        return []
+    return [
+        f"train.bins_per_step={bins} leaves {world - bins} of {world} processes nothing to do; with {world} bins of "
+        f"train.bin_tokens={max(1, cfg.train.bin_tokens * bins // world)} a step takes as many tokens as now"
+    ]
 
 
 def untrained(cfg: Config) -> list[str]:

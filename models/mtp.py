@@ -154,8 +154,7 @@ class MtpDrafter(NativeDrafter):
             if still is not None:
                 index, feature = index[still], feature[still]
             attend.follow(index, still)
-            if len(index):
-                feature = module(self._ahead(batch, index, k, frozen), feature, positions[index] + k, attend)
+            feature = module(self._ahead(batch, index, k, frozen), feature, positions[index] + k, attend)
             states.append(feature)
         return torch.cat(states)
 

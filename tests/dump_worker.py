@@ -23,7 +23,8 @@ from models.errors import EyasError
 from tests.features import LENGTHS, FakeFeatures, FakeTarget, documents, make_store
 
 TIMEOUT = 3.0  # of collectives, in seconds
-CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once for all processes
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])  # torch is imported once for all processes
 
 
 class Tiring(FakeTarget):

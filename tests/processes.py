@@ -49,13 +49,6 @@ def launch(
         return subprocess.CompletedProcess(job.process.args, code, stdout=job.output(), stderr="")
 
 
-def trained(processes: int, *overrides: str, name: str, folder: Path | None = None, strategy: str = "ddp") -> Path:
-    """The folder of a run that :func:`launch` brought to its end, which must be a good one."""
-    done = launch(processes, f"name={name}", *overrides, strategy=strategy, folder=folder)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return (folder or Path.cwd()) / "outputs" / name
-
-
 def reached(run: Path, step: int) -> Callable[[], bool]:
     """Asks whether the row of a step at or after ``step`` is written."""
     metrics = run / METRICS

@@ -320,6 +320,18 @@ def test_doubtful_settings_are_noted(tmp_path: Path) -> None:
     assert "comes from the recipe" in (tmp_path / "outputs/eagle3_smollm2/train.log").read_text()
 
 
+def test_processes_without_a_bin_are_told_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for world, told in (
+        (8, ""),
+        (16, "train.bins_per_step=8 leaves 8 of 16 processes nothing to do; with 16 bins of train.bin_tokens=4096 "),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        config("conf=eagle3_llama", "data.path=x", f"name=on{world}")
+        log = (tmp_path / f"outputs/on{world}/train.log").read_text()
+        assert told in log and bool(log) == bool(told)
+
+
 # --- run directories ---
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from conf.schema import OptimConfig, StrategyConfig
 from models.errors import EyasError
-from train import deepspeed_config as module
 from train.deepspeed_config import check_accepted, check_installed, deepspeed_config
 
 OPTIM = OptimConfig(lr=2e-4, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=0.25)
@@ -243,7 +242,7 @@ def test_deepspeed_that_is_missing_or_too_old(version: str | None, words: str, m
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(module.metadata, "version", found)
+    monkeypatch.setattr("importlib.metadata.version", found)
     with pytest.raises(EyasError) as refused:
         check_installed()
     assert words in str(refused.value) and "pip install 'eyas[deepspeed]'" in str(refused.value)

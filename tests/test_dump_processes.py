@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import data.processes
 from data.features.dump import split
 from data.features.manifest import Documents, Manifest
 from data.features.writer import ShardWriter
@@ -176,7 +177,8 @@ def test_receipts_that_fit_no_plan_are_dropped(tmp_path: Path) -> None:
         assert contents(tmp_path) == whole
 
 
-def test_a_wait_ticks_when_others_move_and_ends_when_one_fails(tmp_path: Path) -> None:
+def test_a_wait_ticks_when_others_move_and_ends_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data.processes, "LOOK", 0.01)
     ticks: list[float] = []
     stage = Stage(1, 3, tmp_path / "stage", lambda: ticks.append(time.monotonic()))
     looks = iter(range(100))
@@ -193,4 +195,4 @@ def test_a_wait_ticks_when_others_move_and_ends_when_one_fails(tmp_path: Path) -
     with pytest.raises(OtherProcessFailed, match="process 2: OSError: no such thing"):
         stage.hear("never told")
     with pytest.raises(OtherProcessFailed, match="process 2"):
-        stage.moved()
+        Stage(0, 3, tmp_path / "stage").moved()

@@ -165,10 +165,10 @@ def test_patience_counts_measured_tau(folder: Path, tmp_path: Path) -> None:
     """The verifier's numbers decide what is best and when to stop, not the simulated ones; also after a resume."""
     taus = iter([1.2, 1.5, 1.4, 1.5, 1.9])
     cfg = config(JointConfig(backbone="lora"), steps=30, eval_every=2, save_every=2, patience=2, tau="measured")
-    fitted = make(folder, tmp_path, cfg, measure=lambda: next(taus)).fit()
+    fitted = make(folder, tmp_path, cfg, measure=lambda _: next(taus)).fit()
     assert fitted.steps == 8 and fitted.checkpoint.name == "step_00000004"
     assert fitted.best is not None and fitted.best["tau_measured"] == 1.5
-    again = make(folder, tmp_path, cfg, measure=lambda: 9.9).fit()
+    again = make(folder, tmp_path, cfg, measure=lambda _: 9.9).fit()
     assert again.steps == 8 and again.checkpoint == fitted.checkpoint
     assert [row["tau_measured"] for row in read_metrics(tmp_path / "metrics.jsonl", "valid")] == [1.2, 1.5, 1.4, 1.5]
 
@@ -202,6 +202,6 @@ def test_a_target_that_diverges_stops_the_run(folder: Path, tmp_path: Path) -> N
 def test_patience_is_judged_anew_when_a_run_goes_on(folder: Path, tmp_path: Path) -> None:
     taus = iter([1.5, 1.4, 1.3, 1.2, 1.1, 1.0])
     cfg = config(JointConfig(backbone="lora"), steps=8, eval_every=2, save_every=2, patience=2, tau="measured")
-    assert make(folder, tmp_path, cfg, measure=lambda: next(taus)).fit().steps == 6
+    assert make(folder, tmp_path, cfg, measure=lambda _: next(taus)).fit().steps == 6
     cfg.train.patience = None
-    assert make(folder, tmp_path, cfg, measure=lambda: next(taus)).fit().steps == 8
+    assert make(folder, tmp_path, cfg, measure=lambda _: next(taus)).fit().steps == 8

@@ -28,7 +28,7 @@ from tests.methods import METHODS, depths_of, fresh
 from tests.naive_loss import in_float64, naive_loss, target_logits
 from tests.resume_worker import STEPS, train_until_killed, trainer_of
 from tests.tiny import tiny_target
-from train.tracking import METRICS, read_metrics
+from train.tracking import CLOCKED, METRICS, read_metrics
 
 each_method = pytest.mark.parametrize("name", METHODS)
 
@@ -185,7 +185,7 @@ def outcome(run: Path) -> dict[str, Any]:
     """Weights, optimizer state and logged rows at the end of a run."""
     last = run / f"checkpoints/step_{STEPS:08d}"
     optimizer = load_file(last / "optimizer-00001.safetensors")
-    rows = [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in read_metrics(run / METRICS)]
+    rows = [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_metrics(run / METRICS)]
     assert optimizer
     return {"weights": (last / "model.safetensors").read_bytes(), "rows": rows, **optimizer}
 

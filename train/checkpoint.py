@@ -40,18 +40,21 @@ TEMPORARY = ".tmp-"
 class TrainState:
     """Where a run stands after ``step`` optimizer steps; everything else is a function of step and config.
 
-    window: sums since the last logged row; best: {step, chain, by, tau_t0, tau_t1 (, tau_measured)} of the best
-    validation, ``by`` naming the tau that it is best by and chain the length of its drafts; stale: validations since
-    then, stopped: whether they were too many; perplexity: of a target that is trained along, on held-out text, {before,
-    after}; content: digests of what the run was fed (data, target, vocabulary), which a resumed run must match.
+    seconds: time trained so far, over all sessions of the run; window: sums since the last logged row; best: {step,
+    chain, by, tau_t0, tau_t1 (, tau_measured)} of the best validation, ``by`` naming the tau that it is best by and
+    chain the length of its drafts; validated: step of the last validation; stale: validations since the best, stopped:
+    whether they were too many; perplexity: of a target that is trained along, on held-out text, {before, after};
+    content: digests of what the run was fed (data, target, vocabulary), which a resumed run must match.
     """
 
     step: int = 0
     total_steps: int = 0
     tokens: int = 0
     supervised: int = 0
+    seconds: float = 0.0
     window: list[float] = field(default_factory=list)
     best: dict[str, Any] | None = None
+    validated: int = 0
     stale: int = 0
     stopped: bool = False
     perplexity: dict[str, float] = field(default_factory=dict)

@@ -151,7 +151,9 @@ class Muon(Optimizer):
     def _adamw(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            state.update(
+                step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+            )
         state["step"] += 1
         step = float(state["step"])
         first, second = group["betas"]

@@ -29,7 +29,9 @@ def is_optimizer_file(name: str) -> bool:
     return Path(name).match(FILES)
 
 
-def write_states(folder: Path, states: Iterable[tuple[str, Mapping[str, Tensor]]], file_bytes: int = FILE_BYTES) -> None:
+def write_states(
+    folder: Path, states: Iterable[tuple[str, Mapping[str, Tensor]]], file_bytes: int = FILE_BYTES
+) -> None:
     """Write the states of parameters by name, in files of about ``file_bytes``; at least one, which may be empty."""
     held: State = {}
     number = size = 0
@@ -59,8 +61,8 @@ class OptimizerStates:
         files = sorted(folder.glob(FILES))
         if not files:
             raise EyasError(
-                f"{folder}: holds no optimizer state ({FILES}), so a run can't go on from it; start another one from its "
-                f"weights with train.init_from={folder} and another name="
+                f"{folder}: holds no optimizer state ({FILES}), so a run can't go on from it; start another one from "
+                f"its weights with train.init_from={folder} and another name="
             )
         for file in files:
             try:

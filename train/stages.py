@@ -45,6 +45,7 @@ from train.joint import JointTraining
 from train.optimizer_state import is_optimizer_file
 from train.strategy import build_accelerator, pick_precision
 from train.trainer import Fitted, Trainer
+from train.watchdog import Watchdog
 
 JOB = ".job"  # of the run folder, while its processes talk there
 PRECISION = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -61,26 +62,28 @@ def walk(cfg: Config) -> float | None:
     cfg = replace(cfg, output_dir=str(run_dir), drafter_path=None)  # what is measured and exported is this run's
     cfg.train.precision = pick_precision(cfg.train.precision, cfg.device)  # what config.yaml keeps
     accelerator = build_accelerator(cfg.device)
-    with lock(run_dir, "training this run") if accelerator.is_main_process else nullcontext():
-        return stages(cfg, accelerator, run_dir)
+    main = accelerator.is_main_process
+    with lock(run_dir, "training this run") if main else nullcontext():
+        with Watchdog(accelerator, 60 * cfg.strategy.timeout_minutes) as watchdog:
+            inputs, fitted = together(cfg, accelerator, run_dir, watchdog)
+        accelerator.end_training()  # the other processes are done
+        if main:
+            evaluate(cfg, run_dir, inputs, fitted)
+            export(cfg, run_dir, fitted)
+            log.info("done: %s", run_dir)
+    return None if fitted.best is None else float(fitted.best.get("tau_measured", fitted.best["tau_t0"]))
 
 
-def stages(cfg: Config, accelerator: Accelerator, run_dir: Path) -> float | None:
-    """What :func:`walk` does, in a run folder that nobody else writes."""
+def together(cfg: Config, accelerator: Accelerator, run_dir: Path, watchdog: Watchdog) -> tuple[Inputs, Fitted]:
+    """The stages that all processes take part in: up to the trained drafter."""
     from eval.load import check_settings
 
-    main = accelerator.is_main_process
     check_settings(cfg.verify)  # not after hours of training
-    settle_config(cfg, run_dir, begun=has_begun(run_dir), write=main)
+    settle_config(cfg, run_dir, begun=has_begun(run_dir), write=accelerator.is_main_process)
     check_start(cfg)
-    inputs = gather(cfg, accelerator, run_dir)
-    fitted = fit(cfg, accelerator, run_dir, inputs)
-    accelerator.end_training()  # the other processes are done
-    if main:
-        evaluate(cfg, run_dir, inputs, fitted)
-        export(cfg, run_dir, fitted)
-        log.info("done: %s", run_dir)
-    return None if fitted.best is None else float(fitted.best.get("tau_measured", fitted.best["tau_t0"]))
+    with watchdog.paused("reading the conversations"):
+        inputs = gather(cfg, accelerator, run_dir)
+    return inputs, fit(cfg, accelerator, run_dir, inputs, watchdog)
 
 
 def gather(cfg: Config, accelerator: Accelerator, run_dir: Path, tick: Tick = nothing) -> Inputs:
@@ -111,10 +114,10 @@ def frozen_dtype(cfg: Config, accelerator: Accelerator) -> torch.dtype:
     return PRECISION[cfg.train.precision] if accelerator.device.type == "cuda" else torch.float32
 
 
-def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) -> Fitted:
+def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs, watchdog: Watchdog) -> Fitted:
     """Features, draft vocabulary and drafter, then the training loop."""
     joint = cfg.joint.backbone != "none"
-    train, valid = token_sources(inputs) if joint else feature_sources(cfg, accelerator, inputs)
+    train, valid = token_sources(inputs) if joint else feature_sources(cfg, accelerator, inputs, watchdog.tick)
     if valid is None:
         log.warning("nothing is held out (data.valid_fraction=0): the last checkpoint counts as the best")
     frozen = load_frozen(inputs.files.folder).to(accelerator.device, frozen_dtype(cfg, accelerator))
@@ -125,8 +128,8 @@ def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) ->
         target = inputs.load_target(str(accelerator.device))
         settings["joint"] = JointTraining.of(target, drafter, cfg.joint)
     if cfg.train.tau == "measured":  # every process must know that one measures: they wait for its number
-        by_verifier = partial(tau_by_verifier, cfg, inputs, drafter, frozen, settings.get("joint"))
-        settings["measure"] = by_verifier() if accelerator.is_main_process else lambda: 0.0
+        by_verifier = partial(tau_by_verifier, cfg, inputs, frozen, settings.get("joint"))
+        settings["measure"] = by_verifier() if accelerator.is_main_process else lambda drafter: 0.0
     content = {
         "training features": inputs.key(inputs.corpus.train),
         "held-out features": inputs.key(inputs.corpus.valid),
@@ -135,7 +138,8 @@ def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs) ->
     weights = inputs.corpus.weights
     if set(weights) != {1.0}:
         content["weights"] = digest(weights)
-    return Trainer(cfg, run_dir, accelerator, drafter, frozen, content=content, weights=weights, **settings).fit()
+    settings |= {"content": content, "weights": weights, "watchdog": watchdog}
+    return Trainer(cfg, run_dir, accelerator, drafter, frozen, **settings).fit()
 
 
 def token_sources(inputs: Inputs) -> tuple[TokensOnly, TokensOnly | None]:

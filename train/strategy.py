@@ -32,7 +32,7 @@ from models.objective import Score
 from train.optimizer_state import OptimizerStates, State
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
-# A collective's own time-out is only the last resort: the watchdog (train/watchdog.py) names who is missing long before.
+# The last resort: long before, the watchdog (train/watchdog.py) names the process that is missing.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 
 
@@ -125,9 +125,9 @@ class Strategy(ABC):
         """Continue with these states instead of none."""
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters and saved buffers of the drafter, and the trained parameters of a target that is trained along:
-        whole, on the main process, by the names of the module's state dict, tied ones once. All processes must ask
-        together."""
+        """The parameters and saved buffers of the drafter, and the trained parameters of a target that is trained
+        along: whole, on the main process, by the names of the module's state dict, tied ones once. All processes must
+        ask together."""
         drafters = [m for m in self.module.modules() if isinstance(m, Drafter)]
         kept = {id(p) for m in drafters for p in m.parameters()} | {id(p) for p in self.trained().values()}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
@@ -206,9 +206,7 @@ class Replicated(Strategy):
                 self.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in found.items()}
 
 
-def spread(
-    cfg: Config, accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, unused: bool
-) -> Strategy:
+def spread(cfg: Config, accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, unused: bool) -> Strategy:
     """The module under ``cfg.strategy``. ``unused``: some steps leave some parameters without a gradient."""
     dtype = PRECISIONS[pick_precision(cfg.train.precision, cfg.device)]
     if cfg.strategy.name in ("none", "ddp"):

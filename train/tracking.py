@@ -17,6 +17,7 @@ from models.errors import EyasError
 from models.files import write_atomic
 
 METRICS = "metrics.jsonl"
+CLOCKED = ("tokens_per_s", "seconds")  # of a row: what tells of the machine, not of the run
 WANDB_ID = "wandb_run_id"
 WANDB_DONE = "wandb_done"  # there as long as wandb's folder holds all rows
 WANDB_MODES = ("offline", "online", "disabled")
@@ -25,15 +26,23 @@ WANDB_MODES = ("offline", "online", "disabled")
 class Tracker:
     """Rows of a run: ``{"step", "kind", ...}`` with numbers and per-depth lists of numbers.
 
-    Opening it at ``step`` drops all later rows, so a resumed run continues the same curves: no hole, no repeat.
+    Opening it at ``step`` drops all later rows (and those of kind ``without`` at it), so a resumed run continues the same curves: no hole, no repeat.
     metrics.jsonl is the truth: it is on disk before a checkpoint counts on it, and wandb is given what it lacks of it.
     """
 
-    def __init__(self, run_dir: Path, tracker: TrackerConfig, *, step: int, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        tracker: TrackerConfig,
+        *,
+        step: int,
+        config: Mapping[str, Any],
+        without: str | None = None,
+    ) -> None:
         if tracker.wandb not in WANDB_MODES:
             raise EyasError(f"tracker.wandb={tracker.wandb}: must be one of {', '.join(WANDB_MODES)}")
         run_dir.mkdir(parents=True, exist_ok=True)
-        truncate(run_dir / METRICS, step)
+        truncate(run_dir / METRICS, step, without)
         self._file = (run_dir / METRICS).open("a", encoding="utf-8")
         self._board = _tensorboard(run_dir, step) if tracker.tensorboard else None
         self._wandb = None
@@ -123,12 +132,14 @@ def settle(run_dir: Path, tracker: TrackerConfig, *, step: int, config: Mapping[
         Tracker(run_dir, tracker, step=step, config=config).close()
 
 
-def truncate(path: Path, step: int) -> None:
-    """Drop the rows after ``step``, and a last line that a killed process did not finish."""
+def truncate(path: Path, step: int, without: str | None = None) -> None:
+    """Drop the rows after ``step``, those of kind ``without`` at it, and a last line that a killed process did not
+    finish."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if (row := parse_row(line)) is not None and row["step"] <= step]
+    rows = [(line, parse_row(line)) for line in lines]
+    kept = [line for line, row in rows if row and row["step"] < step + (row["kind"] != without)]
     write_atomic(path, "".join(line + "\n" for line in kept))
 
 

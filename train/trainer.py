@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,17 +31,20 @@ from models.frozen import FrozenTarget
 from models.objective import Objective
 from train.checkpoint import CheckpointDir, TrainState
 from train.clock import Clock
+from train.document_log import DocumentLog, rewind
 from train.joint import JointTraining
 from train.metrics import Totals, sum_over_processes
 from train.optim import build_optimizer, lr_factor, set_lr
 from train.optimizer_state import OptimizerStates
-from train.strategy import Strategy, passes_of, spread
+from train.places import Phase
+from train.signals import Interrupted, Stopped, StopRequest, agreed
+from train.strategy import Agreement, Strategy, passes_of, spread
 from train.summary import plan_of
 from train.tracking import Tracker, progress
-from train.validation import rates, score_held_out
+from train.validation import Broken, Validator, is_impatient, rates
+from train.watchdog import Watchdog
 
 VALIDATIONS = 8  # a run, where train.eval_every leaves it open
-SIMULATED = ("tau_t0", "simulated")  # where the tau that decides stands in a row, and what best.json calls it
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +63,9 @@ class Trainer:
 
     ``content`` are digests of what the run is fed (features, target, vocabulary): a checkpoint made from other
     content is refused. ``weights``: how often each training document comes in an epoch. ``frozen`` must be on the
-    accelerator's device. ``joint``: the target is trained along. ``measure``: greedy tau of the drafter as it is, by
+    accelerator's device. ``joint``: the target is trained along. ``measure``: greedy tau of a copy of the drafter, by
     the verifier, which then decides what is best instead of the simulated one; every process is given one, only that of
-    the main process is called.
+    the main process is called. ``watchdog``: what is to be told where the run is.
     """
 
     def __init__(
@@ -77,12 +81,14 @@ class Trainer:
         content: Mapping[str, str],
         weights: Sequence[float] | None = None,
         joint: JointTraining | None = None,
-        measure: Callable[[], float] | None = None,
+        measure: Callable[[Drafter], float] | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.cfg, self.run_dir, self.accelerator, self.frozen = cfg, run_dir, accelerator, frozen
         self.train_source, self.valid_source = train, valid
         t = cfg.train
-        self.joint, self.measure = joint, measure
+        self.joint = joint
+        self.watchdog = watchdog or Watchdog(accelerator, 60 * cfg.strategy.timeout_minutes)
         more = (t.depth_keep, t.top_k, t.top_k_weight, t.lk_eta)
         objective = Objective(t.loss, t.depth_weights, t.decay, t.chunk, *more)
         self.spec = TrainSpec(objective, t.depths)
@@ -108,7 +114,13 @@ class Trainer:
         self.checkpoints = CheckpointDir(run_dir, t.keep_last)
         self.state = TrainState(total_steps=self.total, content=dict(content))
         self.window = Totals(t.depths, accelerator.device)
-        self.clock = Clock()
+        self.documents_read: DocumentLog | None = None
+        self.clock, self.agreement = Clock(), Agreement(accelerator)
+        self.stop = StopRequest()
+        self.validator: Validator | None = None
+        if valid is not None:
+            given = (cfg, self.drafter, frozen, valid, self.spec, self.chain, measure, self._break_off)
+            self.validator = Validator(*given)
 
     # --- the run, from start to end ---
 
@@ -116,32 +128,62 @@ class Trainer:
         """Train to the last step. Raises EyasError when the loss stops being finite."""
         newest = self._resume()
         log.info("plan\n%s", plan_of(self))
-        if self.state.step == self.total or self.state.stopped:
+        if self._finished():
             log.info("this run is finished: %d of %d steps done", self.state.step, self.total)
             return self._fitted()
         self._set_up(newest)
-        self.clock.start(self.state.step, self.state.tokens)
-        with self._tracking() as (tracker, bar):
-            if self.joint and self.valid_source is not None and not self.state.perplexity:
-                with self.clock.paused():
-                    totals, _ = self._score(self.valid_source)
-                    self.state.perplexity["before"] = totals.averages()["perplexity"]
-            for step in range(self.state.step, self.total):
-                self._train_step(step)
+        self.clock.start(self.state.step, self.state.tokens, self.state.seconds)
+        with self._tracking() as (tracker, bar), self.stop, self._documents() as self.documents_read:
+            self.watchdog.stop = self.stop
+            self._score_untrained()
+            if self._owes_validation():  # a run that was stopped before it
+                self._finish_step(tracker)
+            while not self._finished():
+                self._train_step(self.state.step)
                 bar.update()
                 if self._due(self.cfg.train.log_every):
                     self._log_train(tracker, bar)
-                improved = False
-                if self.valid_source is not None and self._due(self.eval_every):
-                    with self.clock.paused():
-                        improved = self._validate(tracker)
-                if improved or self.state.stopped or self._due(self.save_every):
-                    with self.clock.paused():
-                        self._save(tracker)
-                if self.state.stopped:
-                    log.info("step %d: no better tau in %d validations: stopping", self.state.step, self.state.stale)
-                    break
+                self._finish_step(tracker)
+            if self.state.stopped:
+                log.info("step %d: no better tau in %d validations: stopping", self.state.step, self.state.stale)
         return self._fitted()
+
+    def _finished(self) -> bool:
+        return (self.state.step == self.total or self.state.stopped) and not self._owes_validation()
+
+    def _owes_validation(self) -> bool:
+        """Whether this step is one to validate after, and hasn't been."""
+        due = self.state.step > 0 and self.validator is not None and self._due(self.eval_every)
+        return due and self.state.validated != self.state.step
+
+    def _finish_step(self, tracker: Tracker | None) -> None:
+        """What is due between two steps: validation, a checkpoint, and leaving where a signal asks for it."""
+        self._at(Phase.AGREEING)
+        *asked, late = self.agreement.any([*self.stop.said, self._is_late()])
+        improved = False
+        with self.clock.paused():
+            if not any(asked) and self._owes_validation():
+                try:
+                    improved = self._validate(tracker)
+                except Broken:
+                    asked = self.agreement.any(self.stop.said)
+            if any(asked) or late or improved or self.state.stopped or self._due(self.save_every):
+                self._save(tracker)
+        if number := agreed(asked):
+            raise Stopped(number, self.state.step)
+
+    def _is_late(self) -> bool:
+        """Whether a checkpoint is due by the main process's watch."""
+        minutes = self.cfg.train.save_minutes
+        return bool(minutes) and self.accelerator.is_main_process and time.monotonic() - self.saved > 60 * minutes
+
+    def _break_off(self) -> bool:
+        """Between the batches of a validation: whether one of the processes was asked to stop."""
+        self._at(Phase.VALIDATING)
+        return any(self.agreement.any(self.stop.said))
+
+    def _at(self, phase: Phase) -> None:
+        self.watchdog.at(self.state.step, phase)
 
     def _train_step(self, step: int) -> None:
         """One optimizer step: this process's bins, gradients over the valid slots of all processes' bins."""
@@ -156,14 +198,20 @@ class Trainer:
         spec = self._spec_of(step, slots, documents)
         of_target = self.joint.lr_factor(step, self.total, self.cfg.optim) if self.joint else 0.0
         set_lr(self.strategy.param_groups, lr_factor(step, self.total, self.cfg.optim), of_target)
-        for turn, (documents_read, counts) in enumerate(passes):
-            batch = self.train_source.batch(documents_read).to(accelerator.device)
-            seed = bin_seed(self.cfg.seed, step, accelerator.process_index + turn * world)
+        for turn, (members, counts) in enumerate(passes):
+            self._at(Phase.READING)
+            batch = self.train_source.batch(members).to(accelerator.device)
+            number, last = accelerator.process_index + turn * world, turn == len(passes) - 1
+            seed = bin_seed(self.cfg.seed, step, number)
             torch.manual_seed(seed)
+            if counts and self.documents_read is not None:
+                self.documents_read.write(step, number, [self.train_source.sources[d] for d in members])
+            self._at(Phase.EXCHANGING if last or self.strategy.lockstep else Phase.COMPUTING)
             given = weight if counts else 0.0
-            score = self.strategy.learn(batch, self.frozen, replace(spec, seed=seed), given, last=turn == len(passes) - 1)
+            score = self.strategy.learn(batch, self.frozen, replace(spec, seed=seed), given, last=last)
             if counts:
                 self.window.add(score)
+        self._at(Phase.UPDATING)
         norm = self.strategy.step()
         if accelerator.is_main_process:
             self.window.add_step(norm)
@@ -182,73 +230,34 @@ class Trainer:
         return replace(self.spec, lm_weight=lm * slots / max(1, labels), draft_weight=draft)
 
     def _validate(self, tracker: Tracker | None) -> bool:
-        """Score the held-out documents; whether the greedy tau that decides is the best so far."""
-        assert self.valid_source is not None
-        totals, walks = self._score(self.valid_source)
-        row = totals.averages()
-        (accepted_t0, passes_t0), (accepted_t1, passes_t1) = walks
-        row |= {"tau_t0": 1 + accepted_t0 / max(passes_t0, 1e-9), "tau_t1": 1 + accepted_t1 / max(passes_t1, 1e-9)}
+        """Score the held-out documents; whether the greedy tau that decides is the best so far. Raises Broken."""
+        assert self.validator is not None
+        row = self.validator.row(self.strategy)
         self._require_finite(row["loss"] + row.get("perplexity", 0.0), "the validation loss")
-        if self.measure is not None:
-            row["tau_measured"] = self._measured()
         if self.joint:
             self.state.perplexity["after"] = row["perplexity"]
-        improved = self._improves(row)
+        improved = self.validator.improves(self.state, row)
         if tracker is not None:
             tracker.log(self.state.step, "valid", row)
-        log.info(
-            "step %d: held out: loss %.4f, simulated tau (chain of %d) %.3f at T=0, %.3f at T=1%s%s; accuracy %s",
-            self.state.step,
-            row["loss"],
-            self.chain,
-            row["tau_t0"],
-            row["tau_t1"],
-            f", measured {row['tau_measured']:.3f}" if self.measure else "",
-            ", the best so far" if improved else "",
-            rates(row["accuracy"]),
-        )
+        self.validator.tell(self.state.step, row, improved=improved)
         return improved
 
-    def _score(self, source: FeatureSource) -> tuple[Totals, list[list[float]]]:
-        self.module.eval()
-        spec = replace(self.spec, depths=max(self.spec.depths, self.chain))
-        found = score_held_out(self.strategy, self.frozen, source, spec, self.chain, self.cfg.train.bin_tokens)
-        self.module.train()
-        return found
-
-    def _improves(self, row: Mapping[str, Any]) -> bool:
-        """Whether this validation is the best so far; counts those that are not, and stops the run at too many.
-
-        A best of another chain or another kind of tau (a resumed run may change both) is not compared with.
-        """
-        key, by = ("tau_measured", f"measured on {self.cfg.train.tau_prompts} prompts") if self.measure else SIMULATED
-        best = self.state.best
-        alike = best is not None and (best["chain"], best.get("by", SIMULATED[1])) == (self.chain, by)
-        improved = best is None or not alike or row[key] > best[key]
-        if improved:
-            kept = {n: row[n] for n in ("tau_t0", "tau_t1", "tau_measured") if n in row}
-            self.state.best = {"step": self.state.step, "chain": self.chain, "by": by} | kept
-        self.state.stale = 0 if improved else self.state.stale + 1
-        self.state.stopped = self._impatient()
-        return improved
-
-    def _impatient(self) -> bool:
-        patience = self.cfg.train.patience
-        return patience is not None and self.state.stale >= patience
-
-    def _measured(self) -> float:
-        """tau by the verifier, on the main process; all processes get its number."""
-        assert self.measure is not None
-        self.module.eval()
-        main = self.accelerator.is_main_process
-        found = torch.tensor([self.measure() if main else 0.0], device=self.accelerator.device, dtype=torch.float64)
-        self.module.train()
-        return float(sum_over_processes(self.accelerator, found))
+    def _score_untrained(self) -> None:
+        """Note what the held-out text is to a target before it is trained along."""
+        if self.joint is None or self.validator is None or self.state.perplexity:
+            return
+        with self.clock.paused():
+            try:
+                totals, _ = self.validator.score(self.strategy)
+            except Broken:
+                raise Interrupted(agreed(self.agreement.any(self.stop.said))) from None
+            self.state.perplexity["before"] = totals.averages()["perplexity"]
 
     # --- what is written ---
 
     def _log_train(self, tracker: Tracker | None, bar: tqdm) -> None:
         """A row of the averages since the last one."""
+        self._at(Phase.LOGGING)
         row = self._window_averages()
         self.window.clear()
         if tracker is None:  # not the main process, which now holds the sums of all
@@ -291,18 +300,23 @@ class Trainer:
 
     def _save(self, tracker: Tracker | None) -> None:
         """Save this step, then record the best and drop what is no longer kept."""
+        self._at(Phase.SAVING)
         self._window_averages()  # refuses to save what is not finite
+        if self.documents_read is not None:
+            self.documents_read.sync()
+            self.accelerator.wait_for_everyone()
         weights, states = self.strategy.weights(), self.strategy.optimizer_states()
         if self.accelerator.is_main_process:
             assert tracker is not None
             tracker.sync()
-            self.state.window = self.window.state()
+            self.state.window, self.state.seconds = self.window.state(), self.clock.seconds()
             folder = self.checkpoints.save(self.state, self.drafter, weights, states, self.joint)
             self.checkpoints.mark_best(self.state.best)
             self.checkpoints.prune(self.state.best)
             log.debug("saved %s", folder)
         deque(states, maxlen=0)  # which all processes make together
         self.accelerator.wait_for_everyone()
+        self.saved = time.monotonic()
 
     def _resume(self) -> Path | None:
         """Take weights and position from the newest whole checkpoint, if there is one, and return it."""
@@ -317,10 +331,14 @@ class Trainer:
                     f"(train.init_from={newest} starts from these weights)"
                 )
             self.state = self.checkpoints.restore(newest, self.drafter, self.joint)
-            self.state.stopped = self._impatient()  # train.patience may be another one now
+            self.state.stopped = is_impatient(self.state, self.cfg)  # train.patience may be another one now
             if self.accelerator.is_main_process:
                 self.window.load(self.state.window)
                 self.checkpoints.mark_best(self.state.best)
+        if self.accelerator.is_main_process:
+            rewind(self.run_dir, self.state.step)
+        self.saved = time.monotonic()
+        self.accelerator.wait_for_everyone()
         return newest
 
     def _newest(self) -> Path | None:
@@ -351,7 +369,9 @@ class Trainer:
         main = self.accelerator.is_main_process
         tracker = None
         if main:
-            tracker = Tracker(self.run_dir, self.cfg.tracker, step=self.state.step, config=asdict(self.cfg))
+            owes = "valid" if self._owes_validation() else None
+            step, config = self.state.step, asdict(self.cfg)
+            tracker = Tracker(self.run_dir, self.cfg.tracker, step=step, config=config, without=owes)
         bar = progress(self.total, self.state.step, enabled=main)
         try:
             with logging_redirect_tqdm():
@@ -360,6 +380,18 @@ class Trainer:
             bar.close()
             if tracker is not None:
                 tracker.close()
+
+    @contextmanager
+    def _documents(self) -> Iterator[DocumentLog | None]:
+        """Where this process notes what it reads, if it is to."""
+        if not self.cfg.train.log_documents:
+            yield None
+            return
+        notes = DocumentLog(self.run_dir, self.accelerator.process_index, self.accelerator.num_processes)
+        try:
+            yield notes
+        finally:
+            notes.close()
 
     def _fitted(self) -> Fitted:
         best = self.state.best

@@ -8,7 +8,10 @@ it splits is put together here, parameter by parameter, whenever it is saved, so
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -200,13 +203,18 @@ def start_engine(module: nn.Module, optimizer: Optimizer, config: dict[str, Any]
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     check_installed()
+    logging.getLogger("DeepSpeed").setLevel(
+        logging.ERROR
+    )  # it tells of every default, and of outputs that aren't tensors
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of names it calls
     import deepspeed
 
-    if on_cpu:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at the first start, for minutes
+    if on_cpu:  # otherwise it tries which of its extensions could be compiled, and compiles one for minutes
+        deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     if not dist.is_initialized():  # one process, without a launcher
         backend = "gloo" if on_cpu else "nccl"
-        dist.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
 
