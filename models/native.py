@@ -107,6 +107,11 @@ class NativeLayer(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """hidden [n, H] at positions [n] -> [n, H]; ``attend`` sees their queries, keys and values."""
+        if not len(hidden):  # transformers' layers need a row to take their shapes from
+            return self._run(_longer(hidden), _longer(positions), lambda *qkv: _longer(attend(*(t[:0] for t in qkv))))[:0]
+        return self._run(hidden, positions, attend)
+
+    def _run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         positions = positions[None]
         token = _attend.set(attend)
         try:
@@ -165,6 +170,11 @@ class NativeLayer(nn.Module):
         for name, weight in own.items():
             if WRITES.fullmatch(name):
                 weight.zero_()
+
+
+def _longer(rows: Tensor) -> Tensor:
+    """rows [n, ...] and one of zeros behind them."""
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
 
 
 def family_config(config: Mapping[str, Any]) -> PretrainedConfig:

@@ -124,11 +124,13 @@ def left_behind(folder: Path) -> list[str]:
 
 
 def files_differ(whole: Path, other: Path) -> list[str]:
-    """Files of one working directory that the other lacks; of the documents' log each process has its own."""
+    """Files of one working directory that the other lacks. Shards of features, and files of the documents' log, are as
+    many as there were processes."""
 
     def names(folder: Path) -> set[str]:
         found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-        return {str(p) for p in found if not p.name.endswith(KEPT) and p.parent.name != DOCUMENTS}
+        apart = (path for path in found if not path.name.endswith(KEPT) and path.parent.name != DOCUMENTS)
+        return {str(path) for path in apart if not path.match("shard-*.safetensors")}
 
     first, second = names(whole), names(other)
     return [f"lacks {name}" for name in sorted(first - second)] + [f"has {name} too" for name in sorted(second - first)]

@@ -1,6 +1,7 @@
 """One process of a small job under a watchdog, for tests/test_watchdog.py: ``stall_worker.py SCENARIO RANK TIMEOUT``.
 
-RANK does what the scenario says, the others go on. Every process prints its process id when all have met.
+RANK does what the scenario says in step ODD, the others go on. A process prints its process id when all have met, and
+the step at which it left.
 """
 
 from __future__ import annotations
@@ -16,55 +17,59 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
+import train.watchdog
 from models.errors import EyasError
 from train.places import Phase
-from train.signals import StopRequest
+from train.signals import StopRequest, agreed
 from train.watchdog import Watchdog
 
+ODD = 8
 PAUSE = 0.05  # seconds that a step takes
 
 
 def main(scenario: str, odd: int, timeout: float) -> None:
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
-    if scenario == "orders":
+    if scenario == "quiet":
         leave_in_both_orders(accelerator, timeout)
-        return
+    if scenario == "deaf":
+        train.watchdog.STOP_GRACE = 1.5
     with StopRequest() as stop, Watchdog(accelerator, timeout, stop) as watchdog:
         print(f"rank {rank} is {os.getpid()}", flush=True)
-        for step in range(1, 1_000_000):
+        step = number = 0
+        while not number:
+            step += 1
             watchdog.at(step, Phase.READING)
-            if step == 8 and rank == odd:
+            if step == ODD and rank == odd:
                 act(scenario, watchdog)
             time.sleep(PAUSE)
             watchdog.at(step, Phase.EXCHANGING)
-            said = torch.tensor([step == 100, *stop.said], dtype=torch.int32)
+            said = torch.tensor(stop.said, dtype=torch.int32)
             dist.all_reduce(said, dist.ReduceOp.MAX)
-            if said.any():
-                break
+            number = agreed([bool(one) for one in said])
+    print(f"left at step {step} by signal {number}", flush=True)
 
 
 def act(scenario: str, watchdog: Watchdog) -> None:
-    if scenario == "sleep":
-        print("ONLY IN A BUFFER")
+    if scenario in ("sleep", "deaf"):
+        print("kept in a buffer")
         time.sleep(1000)
     if scenario == "fail":
         raise EyasError("there are no more documents")
-    if scenario == "pause":
+    if scenario == "quiet":
         with watchdog.paused("measuring tau"):
             time.sleep(2 * watchdog.timeout)
+        print("went on", flush=True)
 
 
 def leave_in_both_orders(accelerator: Accelerator, timeout: float) -> None:
-    """Whoever stays longer than ``timeout`` would be alarmed if it still waited for the other."""
+    """Whoever stays longer than the time-out would give alarm if it still waited for the other."""
     for first in (0, 1):
         with Watchdog(accelerator, timeout) as watchdog:
-            watchdog.at(1, Phase.ENDING)
             until = time.monotonic() + (0 if accelerator.process_index == first else 1.5 * timeout)
             while time.monotonic() < until:
                 watchdog.tick()
                 time.sleep(PAUSE)
-        print(f"rank {accelerator.process_index} is through", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def test_only_alike_taus_are_compared(tmp_path: Path, monkeypatch: pytest.Monkey
             train_step(self, step)
 
         monkeypatch.setattr(Trainer, "_train_step", breaking)
-        trainer = make(tmp_path, cfg, measure=(lambda own=taus[prompts]: next(own)) if prompts else None)
+        trainer = make(tmp_path, cfg, measure=(lambda _, own=taus[prompts]: next(own)) if prompts else None)
         if last < 16:
             with pytest.raises(KeyboardInterrupt):
                 trainer.fit()

@@ -169,6 +169,9 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
 def test_receipts_that_fit_no_plan_are_dropped(tmp_path: Path) -> None:
     make_store(tmp_path)
     whole, manifest = contents(tmp_path), Manifest.read(tmp_path)
+    assert (
+        manifest.with_shards([*manifest.shards, manifest.shards[2]]) == manifest
+    )  # also told of by who outlived a job
     (tmp_path / "manifest.json").write_bytes(manifest.with_shards(manifest.shards[1:]).to_json())
     shard = asdict(manifest.shards[0])
     for receipt in ("{", "[]", json.dumps({"shard": shard | {"documents": 2}, "state": None})):

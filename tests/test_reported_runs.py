@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,7 +72,6 @@ def test_every_method_goes_through_every_verb(
     shared: Path,
     workplace: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """data, train, train again from the middle, eval and export, on six rows."""
     own = (f"drafter={method}", f"target.path={shared}/target", f"data.path={shared}/rows.json")
@@ -100,7 +98,7 @@ def test_every_method_goes_through_every_verb(
     assert told["runs"][0]["acceptance"]["tau"] >= 1
     export: Callable[[], None] = lambda: typed("export", *line, "export.dir=served")  # noqa: E731
     if method in UNSERVED:
-        assert "there will be no export: " in caplog.text
+        assert "there will be no export: " in (run / "train.log").read_text()
         with pytest.raises(SystemExit) as left:
             export()
         assert left.value.code == 2 and "error: " in capsys.readouterr().err
@@ -131,7 +129,6 @@ def test_paths_and_outputs_belong_to_the_folder_where_a_command_is_typed(
     workplace: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The same line in two folders reads and writes there; in a third it goes on with the run of the first."""
     for folder, count in (("a", 6), ("b", 9)):
@@ -153,11 +150,11 @@ def test_paths_and_outputs_belong_to_the_folder_where_a_command_is_typed(
         "name=run",
         "store.dir=../a/outputs/features",
     )
-    with caplog.at_level(logging.INFO):
-        command(walk, *again, "data.cache_dir=../a/outputs/documents", "train.bins_per_step=4", "train.log_every=2")
-    assert "this run is finished: 4 of 4 steps done" in caplog.text
+    command(walk, *again, "data.cache_dir=../a/outputs/documents", "train.bins_per_step=4", "train.log_every=2")
+    log = (run / "train.log").read_text()
+    assert "this run is finished: 4 of 4 steps done" in log
     for change in ("data.path: rows.json -> ../a/rows.json", "train.log_every: 1 -> 2"):
-        assert f"config.yaml: {change}" in caplog.text
+        assert f"config.yaml: {change}" in log
     assert (run / "config.yaml").read_bytes() == stored and steps_of(run) == checkpoints
     assert not list(Path().iterdir())
     # Accumulation by three instead of by four, and an unknown key: refused by name, with nothing written.
@@ -231,8 +228,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 def test_a_drafter_of_a_mixture_is_dense(
     family: str,
     width: int,
-    workplace: Path,
-    caplog: pytest.LogCaptureFixture,  # noqa: F811
+    workplace: Path,  # noqa: F811
 ) -> None:
     """Hidden 64, four experts of 32, two at a time. As wide as the config's dense width, or three times the hidden size
     where that is narrower than the stream it reads; what is trained is told before."""
@@ -240,12 +236,11 @@ def test_a_drafter_of_a_mixture_is_dense(
     model = tiny_model(AutoConfig.for_model(family, **(plain | EXPERTS[family]), num_experts_per_tok=2))
     model.save_pretrained(workplace / "target")
     tiny_tokenizer().save_pretrained(workplace / "target")
-    with caplog.at_level(logging.INFO):
-        tensors, about = trained(workplace / "target", "eagle3")
+    tensors, about = trained(workplace / "target", "eagle3")
     assert about["intermediate_size"] == width and about["architectures"] == ["LlamaForCausalLMEagle3"]
     mlp = {name.rpartition("mlp.")[2]: list(t.shape) for name, t in tensors.items() if "mlp." in name}
     up, down = [width, 64], [64, width]
     assert mlp == {"gate_proj.weight": up, "up_proj.weight": up, "down_proj.weight": down}
     count = 3 * 64 * 64 + 64 * 128 * 2 + 32 * 128 * 2 + 64 * 64 - 64 * 128 + 3 * 64 * width + 4 * 64 + 128 * 64
-    assert f"trainable, drafter  {count:,} parameters" in caplog.text
+    assert f"trainable, drafter  {count:,} parameters" in Path("outputs/run/train.log").read_text()
     assert not any("expert" in name or "router" in name for name in tensors)

@@ -42,7 +42,11 @@ def conversations(path: Path) -> Path:
         if row in ONE_LETTER:
             question, answer = f"{row} " + "word " * 20, "y"
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": turns if row < ROWS else [turns[0], turns[1] | {"loss_weight": 0}]}))
+        lines.append(
+            json.dumps(
+                {"id": f"row-{row}", "messages": turns if row < ROWS else [turns[0], turns[1] | {"loss_weight": 0}]}
+            )
+        )
     path.write_text("\n".join(lines))
     return path
 
@@ -97,7 +101,7 @@ def test_the_run_is_what_it_is_meant_to_be(none: Path) -> None:
     read = read_documents(none)
     assert [len(bins) for bins in read.values()] == [3] * (STEPS - 1) + [1]
     alone = [documents for bins in read.values() for _, documents in bins if len(documents) == 1]
-    letters = [documents for documents in alone if int(documents[0].rpartition(" ")[2]) in ONE_LETTER]
+    letters = [documents for documents in alone if int(documents[0].rpartition("-")[2]) in ONE_LETTER]
     assert len(letters) == pytest.approx(3 / BINS * 3 * STEPS, abs=3), alone  # one of the four is held out
     losses = [row["loss"] for row in rows(none, "train")]
     assert len(losses) == STEPS and sum(losses[-9:-1]) < 0.95 * sum(losses[:8])

@@ -78,14 +78,18 @@ def _forget_previous_run(*, keep_processes: bool) -> None:
 
 
 class Pass(nn.Module):
-    """The forward of a drafter or joint model as strategies call it: products in ``dtype`` (None: as they are)."""
+    """The forward of a drafter or joint model as strategies call it: products in ``dtype`` (None: as they are).
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    cached: keep the weights in that dtype for the whole forward, instead of making them again wherever they are used.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None, *, cached: bool = True) -> None:
         super().__init__()
-        self.module, self.dtype = module, dtype
+        self.module, self.dtype, self.cached = module, dtype, cached
 
     def forward(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Score:
-        with torch.autocast(batch.input_ids.device.type, self.dtype, enabled=self.dtype is not None):
+        kind, enabled = batch.input_ids.device.type, self.dtype is not None
+        with torch.autocast(kind, self.dtype, enabled=enabled, cache_enabled=self.cached):
             score: Score = self.module(batch, frozen, spec)
         return score
 

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from conf.schema import OptimConfig, StrategyConfig
 from models.batch import Batch
-from models.drafter import Drafter, TrainSpec
+from models.drafter import TrainSpec
 from models.frozen import FrozenTarget
 from models.objective import Score
 from train.deepspeed_config import check_installed, deepspeed_config
@@ -41,7 +42,8 @@ class LossFirst(nn.Module):
         self.found: list[Score] = []  # of the last forward
 
     def forward(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Tensor:
-        self.found = [self.inner(batch, frozen, spec)]
+        with set_checkpoint_early_stop(False):  # stopped early, a layer's hooks would not run to let its weights go
+            self.found = [self.inner(batch, frozen, spec)]
         return self.found[0].loss_sum
 
 
@@ -74,9 +76,11 @@ class Zero(Strategy):
         self.stage = int(strategy.name.removeprefix("zero"))
         config = deepspeed_config(strategy, optim, accelerator.num_processes)
         on_cpu = accelerator.device.type == "cpu"
-        self.engine = start_engine(LossFirst(Pass(module, dtype)), optimizer, config, on_cpu=on_cpu)
+        self.engine = start_engine(
+            LossFirst(Pass(module, dtype, cached=self.stage < 3)), optimizer, config, on_cpu=on_cpu
+        )
         if self.stage == 3:
-            gather_with_root(self.engine.module)
+            self._gather_with_root()
         self.pieces = self._pieces_stage3() if self.stage == 3 else self._pieces()
 
     # --- training ---
@@ -106,6 +110,7 @@ class Zero(Strategy):
             return parameter.detach()
         import deepspeed
 
+        self.engine.empty_partition_cache()  # what was fetched ahead for a pass that did not come
         with deepspeed.zero.GatheredParameters([parameter]):
             if self.accelerator.is_main_process:
                 return parameter.detach().to("cpu", copy=True)
@@ -137,6 +142,14 @@ class Zero(Strategy):
                 mine[piece.start : piece.start + piece.count] = part[piece.at : piece.at + piece.count]
 
     # --- where DeepSpeed keeps things ---
+
+    def _gather_with_root(self) -> None:
+        """Have ZeRO-3 gather what is read outside the layers that own it (the heads', in chunks of the objective) for
+        all of a pass; the rest is gathered layer by layer."""
+        import deepspeed
+
+        for parameter in self.module.read_whole():  # type: ignore[operator]
+            deepspeed.zero.register_external_parameter(self.engine.module, parameter)
 
     @property
     def _state(self) -> dict[Tensor, Any]:
@@ -217,14 +230,3 @@ def start_engine(module: nn.Module, optimizer: Optimizer, config: dict[str, Any]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
-
-
-def gather_with_root(root: nn.Module) -> None:
-    """Have ZeRO-3 gather a drafter's weights for the whole forward and backward of the root, instead of layer by layer:
-    they are also read outside the forward of the layer that owns them (the head's, in chunks of the objective)."""
-    import deepspeed
-
-    for module in root.modules():
-        if isinstance(module, Drafter):
-            for parameter in module.parameters():
-                deepspeed.zero.register_external_parameter(root, parameter)
