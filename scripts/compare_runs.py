@@ -19,7 +19,9 @@ from models.run_folder import BEST, REPORT, STATE, latest_checkpoint, read_notes
 EXACT = 0.0
 METRICS, GENERATIONS = "metrics.jsonl", "generations.jsonl"
 DOCUMENTS = "documents"  # of a run: which of them went into which bin
-CLOCK = frozenset({"tokens_per_s", "speed", "cost", "cost_model"})  # how long things took, in rows and reports
+CLOCK = frozenset(
+    {"seconds", "tokens_per_s", "speed", "cost", "cost_model"}
+)  # how long things took, in rows and reports
 PLACE = frozenset({"path"})
 COUNTED = frozenset({"accuracy", "tau_t0"})  # in rows of metrics: jump where two tokens are nearly as likely
 PASSING = (".tmp", ".part", ".old", "-old")  # in names of what a process means to rename or remove

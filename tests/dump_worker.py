@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from data.features.store import FeatureStore
-from data.prepare import Inputs
+from data.prepare import Inputs, TargetFiles
 from data.processes import Job, Stage
 from models.errors import EyasError
 from tests.features import LENGTHS, FakeFeatures, FakeTarget, documents, make_store
@@ -42,7 +42,7 @@ def start(
     arguments = [
         (work, Job(rank, size, folder / "job", token), folder, (own or {}).get(rank, {})) for rank in range(size)
     ]
-    processes = [CONTEXT.Process(target=_run, args=given, daemon=True) for given in arguments]
+    processes: list[BaseProcess] = [CONTEXT.Process(target=_run, args=given, daemon=True) for given in arguments]
     for process in processes:
         process.start()
     return processes
@@ -110,7 +110,7 @@ def preparing(job: Job, folder: Path, *, port: int) -> list[float]:
 
     cfg = config("conf=debug", "device=cpu", "preview=0", "store.batch_tokens=128")
     if job.rank == 0:
-        stages.open_target = slowly(stages.open_target)
+        TargetFiles.open = slowly(TargetFiles.open)  # type: ignore[method-assign]
     else:
         Target.features = slowly(Target.features)  # type: ignore[method-assign]
     with job.stage("start"):  # imports take their time too

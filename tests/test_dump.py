@@ -192,9 +192,9 @@ def test_bad_features_stop_the_dump_or_lose_their_document(tmp_path: Path) -> No
 
 
 def test_small_stores_have_shards_to_share(tmp_path: Path) -> None:
-    """A 128th of the store each, or four batches if that is more, and never more than was asked for."""
+    """A 128th of the store each, or eight batches if that is more, and never more than was asked for."""
     lengths = [10] * 400  # a 128th are 31 tokens
-    for batch_tokens, most, documents_each in (4, 1000, 3), (7, 1000, 3), (50, 1000, 20), (50, 100, 10), (4, 20, 2):
+    for batch_tokens, most, documents_each in (2, 1000, 3), (5, 1000, 4), (50, 1000, 40), (50, 100, 10), (2, 20, 2):
         folder = tmp_path / f"{batch_tokens} {most}"
         store = make_store(folder, lengths=lengths, batch_tokens=batch_tokens, shard_bytes=most * TOKEN_BYTES)
         assert {shard.documents for shard in store.manifest.shards[:-1]} == {documents_each}

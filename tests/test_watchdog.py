@@ -60,14 +60,14 @@ def test_one_that_works_alone_or_has_left_is_not_waited_for() -> None:
     other.hear({"leave": LEAVING}, 100.0)
     told = behind([one, other], 1000.0, 60.0)
     assert told is not None and told.startswith("no process has moved") and "reading" in told
-    assert silent([other], 1000.0, 60.0) is None and gone([other], 1000.0) is None
+    assert silent([other], 1000.0, 60.0) is None and gone([other], 1000.0, 5.0) is None
 
 
 def test_those_that_ended_are_named_before_those_that_failed_for_want_of_them() -> None:
     lost, failed, ended = member(1), member(2), member(3)
     lost.leave, lost.closed = LOST, 90.0
     failed.leave, failed.closed = FAILED, 90.0
-    assert gone([lost], 100.0) is None  # somebody else's news
+    assert gone([lost], 100.0, 5.0) is None  # somebody else's news
     assert gone([lost, failed], 94.9, 5.0) is None
     assert gone([lost, failed], 95.0, 5.0) == f"rank 2 on node1 has failed; its own words say why. {AGAIN}"
     ended.closed = 90.0
@@ -200,11 +200,11 @@ def test_a_process_that_hangs_is_named_and_ends_the_job_of_a_launcher(tmp_path: 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
     done = subprocess.run([*command, "sleep", "1", "2"], capture_output=True, text=True, timeout=PATIENCE)
     (line,) = (line for line in done.stderr.splitlines() if "error: rank" in line)
-    assert re.fullmatch(
-        rf'\[rank 0\] error: rank 1 on {HOST} has not moved for [23] s: it is at "step 8: reading its batch"; the others '
-        rf'wait at "step 8: exchanging gradients"\. {AGAIN}; strategy\.timeout_minutes=0\.0333333 is how long is waited',
-        line,
+    told = (
+        f'[rank 0] error: rank 1 on {HOST} has not moved for 2 s: it is at "step 8: reading its batch"; the others '
+        f'wait at "step 8: exchanging gradients". {AGAIN}; strategy.timeout_minutes=0.0333333 is how long is waited'
     )
+    assert re.sub(r"for \d s", "for 2 s", line) == told
     assert done.returncode != 0 and f"exitcode: {STALLED}" in done.stderr.replace("exitcode  :", "exitcode:")
     assert "kept in a buffer" in done.stdout  # flushed
 

@@ -9,8 +9,6 @@ from enum import Enum
 from typing import Any
 
 LEAVING, FAILED, LOST = "leaving", "failed", "lost contact"  # how a process takes leave
-GRACE = 5.0  # seconds for the main thread to notice by itself that another process is gone, and to say why it leaves
-STOP_GRACE = 20.0  # seconds without movement that a request to stop leaves: launchers kill after 30
 AGAIN = "The same command continues from the last checkpoint"
 
 
@@ -70,7 +68,7 @@ class Member:
         return f"rank {self.rank} on {self.host}"
 
 
-def gone(others: Sequence[Member], now: float, grace: float = GRACE) -> str | None:
+def gone(others: Sequence[Member], now: float, grace: float) -> str | None:
     """The message about processes that have ended without a word, or failed, ``grace`` seconds ago; None if none has.
 
     One that only lost contact with another is no news, and those without a word come first: others may have failed for

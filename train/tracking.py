@@ -26,7 +26,8 @@ WANDB_MODES = ("offline", "online", "disabled")
 class Tracker:
     """Rows of a run: ``{"step", "kind", ...}`` with numbers and per-depth lists of numbers.
 
-    Opening it at ``step`` drops all later rows (and those of kind ``without`` at it), so a resumed run continues the same curves: no hole, no repeat.
+    Opening it at ``step`` drops all later rows (and those of kind ``without`` at it), so a resumed run continues the
+    same curves: no hole, no repeat.
     metrics.jsonl is the truth: it is on disk before a checkpoint counts on it, and wandb is given what it lacks of it.
     """
 

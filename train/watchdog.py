@@ -43,7 +43,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from models.errors import EyasError
-from train.places import AGAIN, FAILED, GRACE, LEAVING, LOST, STOP_GRACE, Member, Phase, behind, gone, silent
+from train.places import AGAIN, FAILED, LEAVING, LOST, Member, Phase, behind, gone, silent
 from train.signals import Stopped, StopRequest
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 STALLED = 124  # exit code, that of timeout(1)
 LONGEST = 1 << 16  # bytes that are kept for a process that doesn't read
+GRACE = 5.0  # seconds for the main thread to notice by itself that another process is gone, and to say why it leaves
+STOP_GRACE = 20.0  # seconds without movement that a request to stop leaves: launchers kill after 30
 BEAT = 1.0  # seconds between two beats, less for a short time-out
 CONNECT = 60.0  # seconds for all processes to come together
 # What collectives say (all as RuntimeError) when another process is gone: gloo, torch.distributed's store, NCCL.
@@ -310,10 +312,10 @@ def admit(server: socket.socket, me: Member, world: int, word: str) -> list[Link
 
 
 def read_line(connection: socket.socket) -> bytes:
-    """Read the first line, after which the other side waits for an answer. Raises OSError if there is none."""
+    """The first line, and nothing of what may follow. Raises OSError if there is none."""
     found = b""
     while not found.endswith(b"\n"):
-        part = connection.recv(LONGEST)
+        part = connection.recv(1)
         found += part
         if not part or len(found) > LONGEST:
             raise ConnectionError("no answer")

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 PLAN, WHOLE = "{}-plan", "{}-whole"  # what process 0 tells the others of the store with this key
 PROBE_TOKENS = 512  # run once beforehand to estimate the time
 SHARDS = 128  # a store that fits into few large shards is split into about so many, for the processes to share ...
-BATCHES = 4  # ... but into none smaller than so many batches, which would pad more
+BATCHES = 8  # ... but into none smaller than so many batches, where fewer documents of a length are found together
 
 
 class FeatureTarget(Protocol):

@@ -1,0 +1,139 @@
+"""Being asked to stop, at every place of a step: what is saved, and what the run ends as when it goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.test_trainer import config, make
+from train.signals import Interrupted, Stopped
+from train.tracking import CLOCKED, METRICS, read_metrics
+from train.trainer import Trainer
+
+
+def outcome(run: Path, step: int) -> dict[str, Any]:
+    last = run / f"checkpoints/step_{step:08d}"
+    rows = [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_metrics(run / METRICS)]
+    best = (run / "best.json").read_text()
+    return {
+        "rows": rows,
+        "best": best,
+        **load_file(last / "model.safetensors"),
+        "o": load_file(last / "optimizer-00001.safetensors"),
+    }
+
+
+def same(found: Any, want: Any) -> bool:
+    if isinstance(want, dict):
+        return found.keys() == want.keys() and all(same(found[key], want[key]) for key in want)
+    return torch.equal(found, want) if isinstance(want, torch.Tensor) else bool(found == want)
+
+
+def ask(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, where: str, step: int) -> None:
+    """SIGTERM comes while the trainer does ``where`` at ``step``."""
+    if where == "validation":
+        assert trainer.validator is not None
+        plain = trainer.validator.source.batch
+
+        def batch(documents: Any, dtype: Any = None) -> Any:
+            if trainer.state.step == step:
+                trainer.stop.number = signal.SIGTERM
+            return plain(documents, dtype)
+
+        monkeypatch.setattr(trainer.validator.source, "batch", batch)
+        return
+    train_step = trainer._train_step
+
+    def stepped(number: int) -> None:
+        train_step(number)
+        if number + 1 == step:
+            trainer.stop.number = signal.SIGTERM
+
+    monkeypatch.setattr(trainer, "_train_step", stepped)
+
+
+@pytest.mark.parametrize("where", ["step", "validation"])
+@pytest.mark.parametrize("step", [2, 3, 6])
+def test_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, step: int) -> None:
+    """Steps 3 and 6, the last one, are validated; nothing else is saved but at the stop. The run that goes on has every
+    row once and ends as one that was never stopped."""
+    cfg = config(steps=6, save_every=6, eval_every=3, bin_tokens=16, save_minutes=0.0)
+    make(tmp_path / "whole", cfg).fit()
+    run = tmp_path / "run"
+    trainer = make(run, cfg)
+    ask(trainer, monkeypatch, where, step)
+    if where == "validation" and step == 2:  # there is none
+        trainer.fit()
+    else:
+        with pytest.raises(Stopped, match=f"SIGTERM: step {step} is saved; the same command continues"):
+            trainer.fit()
+        assert (run / f"checkpoints/step_{step:08d}").exists()
+        assert not [row for row in read_metrics(run / METRICS, "valid") if row["step"] == step]
+        make(run, cfg).fit()
+    assert same(outcome(run, 6), outcome(tmp_path / "whole", 6))
+
+
+def test_killed_between_a_late_validation_and_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run stopped before validating step 3, validated it when it went on, and was killed before step 4 was saved."""
+    cfg = config(steps=6, save_every=6, eval_every=3, bin_tokens=16, save_minutes=0.0)
+    make(tmp_path / "whole", cfg).fit()
+    run = tmp_path / "run"
+    trainer = make(run, cfg)
+    ask(trainer, monkeypatch, "step", 3)
+    with pytest.raises(Stopped):
+        trainer.fit()
+    trainer = make(run, cfg)
+
+    def killed(step: int) -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(trainer, "_train_step", killed)
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer.fit()
+    assert [row["step"] for row in read_metrics(run / METRICS, "valid")] == [3]
+    make(run, cfg).fit()
+    assert same(outcome(run, 6), outcome(tmp_path / "whole", 6))
+
+
+def test_saving_by_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes by 50 s a step and a checkpoint every two minutes: after steps 3, 6 and 9, and at the end."""
+    cfg = config(steps=10, save_every=10, eval_every=10, keep_last=9, save_minutes=2.0)
+    trainer = make(tmp_path, cfg)
+    monkeypatch.setattr("train.trainer.time.monotonic", lambda: 1000.0 + 50.0 * trainer.state.step)
+    trainer.fit()
+    assert sorted(p.name[-2:] for p in (tmp_path / "checkpoints").iterdir()) == ["03", "06", "09", "10"]
+
+
+def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+    """keep_last=2 with the newest broken: two whole ones stay, not one."""
+    cfg = config(steps=8, save_every=2, eval_every=8, keep_last=2)
+    trainer = make(tmp_path, cfg)
+    trainer.fit()
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    assert [f.name[-1] for f in folders] == ["6", "8"]
+    (folders[1] / "model.safetensors").write_bytes(b"torn")
+    cfg.train.keep_last = 1
+    trainer = make(tmp_path, cfg)
+    trainer.checkpoints.prune(None)
+    assert [f.name[-1] for f in sorted((tmp_path / "checkpoints").iterdir())] == ["6"]
+
+
+def test_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once more, long after the first: nothing is saved any more."""
+    trainer = make(tmp_path, config(steps=3))
+
+    def insist(step: int) -> None:
+        trainer.stop._pair._first = -1e9
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(trainer, "_train_step", insist)
+    with pytest.raises(Interrupted):
+        trainer.fit()
+    assert not (tmp_path / "checkpoints").exists()
