@@ -122,7 +122,10 @@ class CheckpointDir:
     def read_state(self, folder: Path) -> TrainState:
         content = json.loads((folder / STATE).read_text(encoding="utf-8"))
         content.pop("files")
-        return TrainState(**content)
+        try:
+            return TrainState(**content)
+        except TypeError as error:
+            raise EyasError(f"{folder / STATE}: written by another version of Eyas ({error})") from error
 
     def restore(self, folder: Path, drafter: Drafter, joint: JointTraining | None = None) -> TrainState:
         """Fill the drafter (and the target that is trained along) from a whole checkpoint and return its state."""

@@ -105,12 +105,16 @@ class Zero(Strategy):
 
     # --- what is saved ---
 
+    def weights(self) -> dict[str, Tensor]:
+        if self.stage == 3:
+            self.engine.empty_partition_cache()  # of what was fetched ahead for a pass that did not come
+        return super().weights()
+
     def whole(self, parameter: nn.Parameter) -> Tensor:
         if self.stage < 3:
             return parameter.detach()
         import deepspeed
 
-        self.engine.empty_partition_cache()  # what was fetched ahead for a pass that did not come
         with deepspeed.zero.GatheredParameters([parameter]):
             if self.accelerator.is_main_process:
                 return parameter.detach().to("cpu", copy=True)
