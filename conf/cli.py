@@ -167,6 +167,8 @@ def told_plainly(job: str) -> Iterator[None]:
                 raise
             leave(told)
         except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt.__context__, MISTAKES):  # a launcher ends the rest of a job that fails already
+                leave(explain(interrupt.__context__))
             leaving()
             message, code = told_of(interrupt, "starts again" if job in MEASURING else "continues where it stopped")
             if not process_rank():

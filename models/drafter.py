@@ -21,6 +21,7 @@ from models.frozen import FrozenTarget
 from models.heads import DraftHead
 from models.objective import Objective, Score
 from models.recognise import title_of
+from models.recompute import Run, again, plainly
 from models.vocab import DraftVocab
 from models.weight_files import fill_module
 
@@ -73,6 +74,12 @@ class TrainSpec:
     # Joint training: weights of the sums of the target's own term and of the drafter's (0 and 1: the target is frozen).
     lm_weight: float = 0.0
     draft_weight: float = 1.0
+    recompute: bool = False  # make activations again in the backward pass
+
+    @property
+    def run(self) -> Run:
+        """How a forward calls its parts."""
+        return again if self.recompute and torch.is_grad_enabled() else plainly
 
 
 @dataclass(frozen=True)
@@ -122,8 +129,10 @@ class Drafter(nn.Module, ABC):
         return options.get(cls.depths_option)
 
     @abstractmethod
-    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
-        """States [R, H] of every counted (depth, slot), in the order of ``slots.rows()``, ready for the head."""
+    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget, run: Run = plainly) -> Tensor:
+        """States [R, H] of every counted (depth, slot), in the order of ``slots.rows()``, ready for the head.
+
+        ``run`` calls its parts, of which each makes one depth (models/recompute.py)."""
 
     @abstractmethod
     def head(self, frozen: FrozenTarget) -> DraftHead:
@@ -224,7 +233,7 @@ class Drafter(nn.Module, ABC):
     def forward(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Score:
         """Unroll and score a batch: the call that DDP and DeepSpeed wrap."""
         slots = slots_of(batch, spec.depths).thinned(spec.objective.depth_keep, spec.seed)
-        states = self.unroll(batch, slots, frozen)
+        states = self.unroll(batch, slots, frozen, spec.run)
         teacher, objective = frozen.teacher(batch, self.vocab), spec.objective
         score = objective(states, self.head(frozen), slots, teacher, per_slot=spec.per_slot)
         score.loss_sum = self.logit_weight * score.loss_sum

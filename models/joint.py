@@ -69,7 +69,7 @@ class JointModel(nn.Module):
         learns = torch.is_grad_enabled() and spec.lm_weight > 0
         documents = batch.input_ids.split(batch.cu_seqlens.diff().tolist())
         with torch.set_grad_enabled(learns):
-            taps, final = self.target.live(documents)
+            taps, final = self.target.live(documents, spec.run)
             follows = batch.supervised.roll(-1) & (batch.positions.roll(-1) > 0)
             at = follows.nonzero().squeeze(1)
             spoken = self._speak(documents, final, at, batch.input_ids.roll(-1)[at])

@@ -20,6 +20,7 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.heads import DraftHead, SessionHead
 from models.medusa_serving import medusa_serving, read_medusa
+from models.recompute import Run, plainly
 from models.vocab import DraftVocab
 
 
@@ -102,11 +103,11 @@ class MedusaDrafter(Drafter):
 
     # --- training ---
 
-    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget, run: Run = plainly) -> Tensor:
         self.check_depths(slots.depths)
         final = batch.final[slots.index].to(self.dtype)
         kept = (final[valid] for valid in slots.valid)  # an empty depth runs too: every head takes part in DDP's sums
-        return torch.cat([block(x) for block, x in zip(self.blocks, kept, strict=False)])
+        return torch.cat([run(block, x) for block, x in zip(self.blocks, kept, strict=False)])
 
     def head(self, frozen: FrozenTarget) -> DraftHead:
         return DraftHead(self.lm_heads) if self.config.head == "own" else frozen.draft_head(self.vocab)

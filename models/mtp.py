@@ -18,6 +18,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
+from models.attention import Spans
 from models.batch import Batch, Slots
 from models.drafter import DraftSession, Serving
 from models.errors import EyasError
@@ -26,8 +27,9 @@ from models.layers import RMSNorm
 from models.mtp_names import default_layout
 from models.mtp_serving import carried_modules, carries_mtp, open_carried, read_mtp, write_mtp
 from models.mtp_session import RecursiveSession, SequentialSession
-from models.native import Attend, Causal, Lineage, NativeLayer
+from models.native import Attend, Causal, Kept, KeyValue, Lineage, NativeLayer
 from models.native_drafter import NativeConfig, NativeDrafter, NativeStep
+from models.recompute import Run, plainly
 from models.vocab import DraftVocab
 from models.weight_files import fill_module
 
@@ -133,32 +135,39 @@ class MtpDrafter(NativeDrafter):
 
     # --- training ---
 
-    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
-        return self._recursive(batch, slots, frozen) if len(self.mtp) == 1 else self._sequential(batch, slots, frozen)
+    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget, run: Run = plainly) -> Tensor:
+        how = self._recursive if len(self.mtp) == 1 else self._sequential
+        return how(batch, slots, frozen, run)
 
     def _ahead(self, batch: Batch, index: Tensor, depth: int, frozen: FrozenTarget) -> Tensor:
         """Embeddings of x[p+1+k] for the slots p of ``index``; behind the end of the batch, those of its last token."""
         token = batch.input_ids[(index + 1 + depth).clamp_max(batch.num_tokens - 1)]
         return frozen.embed(token).to(self.dtype)
 
-    def _recursive(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+    def _recursive(self, batch: Batch, slots: Slots, frozen: FrozenTarget, run: Run) -> Tensor:
         """Depth 0 runs for every token, whose keys are needed; deeper depths only where loss counts."""
-        module, attend, positions = self.steps[0], Lineage(batch.cu_seqlens), batch.positions
+        module, positions, index = self.steps[0], batch.positions, slots.index
+
+        def step(k: int, tokens: Tensor, feature: Tensor, attend: Attend) -> tuple[Tensor, Tensor, Tensor]:
+            """Depth k of the slots ``tokens``: their states, keys and values."""
+            kept = Kept(attend)
+            return module(self._ahead(batch, tokens, k, frozen), feature, positions[tokens] + k, kept), *kept.own
+
         every = torch.arange(batch.num_tokens, device=positions.device)
-        feature = module(self._ahead(batch, every, 0, frozen), batch.final.to(self.dtype), positions, attend)
-        index = slots.index
+        feature, *first = run(step, 0, every, batch.final.to(self.dtype), Causal(batch.cu_seqlens))
         feature = feature[index]
-        states, counts = [feature], slots.counts
+        states, counts, own = [feature], slots.counts, list[KeyValue]()
         for k in range(1, slots.depths):
-            still = slots.valid[k][slots.valid[k - 1]] if counts[k] < counts[k - 1] else None
-            if still is not None:
-                index, feature = index[still], feature[still]
-            attend.follow(index, still)
-            feature = module(self._ahead(batch, index, k, frozen), feature, positions[index] + k, attend)
+            if counts[k] < counts[k - 1]:
+                still = slots.valid[k][slots.valid[k - 1]]
+                index, feature, own = index[still], feature[still], [(key[still], value[still]) for key, value in own]
+            attend = Lineage((first[0], first[1]), tuple(own), Spans.of(index, batch.cu_seqlens))
+            feature, key, value = run(step, k, index, feature, attend)
+            own.append((key, value))
             states.append(feature)
         return torch.cat(states)
 
-    def _sequential(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+    def _sequential(self, batch: Batch, slots: Slots, frozen: FrozenTarget, run: Run) -> Tensor:
         """Module k runs for every token: its keys are those of depth k. The last k + 1 slots of a document lack the
         token they'd read; no slot that counts sees them."""
         self.check_depths(slots.depths)
@@ -166,7 +175,7 @@ class MtpDrafter(NativeDrafter):
         every = torch.arange(batch.num_tokens, device=positions.device)
         states = []
         for k, valid in enumerate(slots.valid):
-            feature = self.steps[k](self._ahead(batch, every, k, frozen), feature, positions, attend)
+            feature = run(self.steps[k], self._ahead(batch, every, k, frozen), feature, positions, attend)
             states.append(feature[slots.index[valid]])
         return torch.cat(states)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -30,6 +30,9 @@ POST_NORMS = (
     ("post_attention_layernorm", "post_feedforward_layernorm"),
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
 )
+
+
+KeyValue = tuple[Tensor, Tensor]
 
 
 class Attend(Protocol):
@@ -107,9 +110,13 @@ class NativeLayer(nn.Module):
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """hidden [n, H] at positions [n] -> [n, H]; ``attend`` sees their queries, keys and values."""
-        if not len(hidden):  # transformers' layers need a row to take their shapes from
-            return self._run(_longer(hidden), _longer(positions), lambda *qkv: _longer(attend(*(t[:0] for t in qkv))))[:0]
-        return self._run(hidden, positions, attend)
+        if len(hidden):
+            return self._run(hidden, positions, attend)
+
+        def none(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return _longer(attend(query[:0], key[:0], value[:0]))
+
+        return self._run(_longer(hidden), _longer(positions), none)[:0]  # transformers' layers want a row at least
 
     def _run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         positions = positions[None]
@@ -213,28 +220,27 @@ class Causal:
 
 
 class Lineage:
-    """Attention of an unroll (models/attention.py): all tokens at depth 0, then only slots, each with its own lineage.
+    """Attention at a depth k > 0 of an unroll (models/attention.py), where the slots [S] of ``spans`` run.
 
-    The first call is depth 0. Before each later one, :meth:`follow` says which slots run.
+    first: keys and values of depth 0, [T, nkv, D]; before: those of depths 1 .. k-1 of the slots, [S, nkv, D].
     """
 
-    def __init__(self, cu_seqlens: Tensor) -> None:
-        self.cu_seqlens = cu_seqlens
-        self.first: tuple[Tensor, Tensor] | None = None
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.spans = Causal(cu_seqlens).spans
-
-    def follow(self, index: Tensor, still: Tensor | None = None) -> None:
-        """The slots [S] of the next depth; ``still``: which of those of the depth before are among them."""
-        self.spans = Spans.of(index, self.cu_seqlens)
-        if still is not None:
-            self.keys, self.values = [t[still] for t in self.keys], [t[still] for t in self.values]
+    def __init__(self, first: KeyValue, before: Sequence[KeyValue], spans: Spans) -> None:
+        self.first, self.before, self.spans = first, before, spans
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.first is None:
-            self.first = key, value
-        else:
-            self.keys.append(key)
-            self.values.append(value)
-        return ttt_attention(query, *self.first, self.keys, self.values, self.spans)
+        own = [*self.before, (key, value)]
+        return ttt_attention(query, *self.first, [k for k, _ in own], [v for _, v in own], self.spans)
+
+
+class Kept:
+    """``attend``, and the keys and values that it was called with: ``own``."""
+
+    own: KeyValue
+
+    def __init__(self, attend: Attend) -> None:
+        self.attend = attend
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.own = key, value
+        return self.attend(query, key, value)

@@ -21,6 +21,7 @@ from models.frozen import FrozenTarget
 from models.layers import RMSNorm
 from models.native import Attend, Causal, NativeLayer
 from models.native_drafter import NativeConfig, NativeDrafter, NativeSession, NativeStep, cached
+from models.recompute import Run, plainly
 from models.vocab import DraftVocab
 
 
@@ -84,11 +85,11 @@ class ParallelHeadsDrafter(NativeDrafter):
 
     # --- training ---
 
-    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget, run: Run = plainly) -> Tensor:
         self.check_depths(slots.depths)
         final, positions, attend = batch.final.to(self.dtype), batch.positions, Causal(batch.cu_seqlens)
         heads = zip(self.steps, slots.valid, strict=False)
-        return torch.cat([head(final, positions, attend)[slots.index[valid]] for head, valid in heads])
+        return torch.cat([run(head, final, positions, attend)[slots.index[valid]] for head, valid in heads])
 
     # --- drafting and serving ---
 

@@ -25,6 +25,7 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.heads import SessionHead
 from models.layers import MLP, Attention, RMSNorm
+from models.recompute import Run, plainly
 from models.rope import apply_rope, rope_parameters
 
 
@@ -182,37 +183,45 @@ class RecurrentDrafter(Drafter):
 
     # --- training ---
 
-    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget, run: Run = plainly) -> Tensor:
         """Depth 0 needs keys of every token; queries, MLP and all deeper depths only run where loss counts."""
-        last = batch.num_tokens - 1
-        ahead = torch.arange(1, batch.num_tokens + 1, device=batch.input_ids.device).clamp_max(last)
-        positions = batch.positions
-        embedding = frozen.embed(batch.input_ids[ahead]).to(self.dtype)
-        feature = self.first_feature(batch)
-        inputs, residual = self.inputs(embedding, feature)
-        key, value = self.keys_values(inputs, positions)
-        index = slots.index
-        inputs, residual, feature = inputs[index], residual[index], feature[index]
-        keys: list[Tensor] = []  # of each slot's own lineage
-        values: list[Tensor] = []
-        counts, states = slots.counts, []
-        for k in range(slots.depths):
-            if k and counts[k] < counts[k - 1]:
+        last, positions, index = batch.num_tokens - 1, batch.positions, slots.index
+
+        def embed(slot: Tensor, k: int) -> Tensor:
+            return frozen.embed(batch.input_ids[(slot + 1 + k).clamp_max(last)]).to(self.dtype)
+
+        def first(spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
+            """Depth 0: states of the slots, keys and values of every token."""
+            every = torch.arange(batch.num_tokens, device=index.device)
+            inputs, residual = self.inputs(embed(every, 0), self.first_feature(batch))
+            key, value = self.keys_values(inputs, positions)
+            query = self.queries(inputs[spans.index], positions[spans.index])
+            return self.layer.finish(residual[spans.index], ttt_attention(query, key, value, [], [], spans)), key, value
+
+        def later(
+            k: int, feature: Tensor, key: Tensor, value: Tensor, keys: list[Tensor], values: list[Tensor], spans: Spans
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """Depth k: states, keys and values of the slots; ``keys`` and ``values``: of their own lineage so far."""
+            inputs, residual = self.inputs(embed(spans.index, k), feature)
+            here = positions[spans.index] + k
+            own = self.keys_values(inputs, here)
+            query = self.queries(inputs, here)
+            mixed = ttt_attention(query, key, value, [*keys, own[0]], [*values, own[1]], spans)
+            return self.layer.finish(residual, mixed), *own
+
+        state, key, value = run(first, Spans.of(index, batch.cu_seqlens))
+        counts, states = slots.counts, [self.scored(state)]
+        keys, values = list[Tensor](), list[Tensor]()
+        for k in range(1, slots.depths):
+            feature = self.next_feature(state)
+            if counts[k] < counts[k - 1]:
                 still = slots.valid[k][slots.valid[k - 1]]
                 index, feature = index[still], feature[still]
                 keys, values = [t[still] for t in keys], [t[still] for t in values]
-            here = positions[index] + k
-            if k:
-                token = batch.input_ids[(index + 1 + k).clamp_max(last)]
-                inputs, residual = self.inputs(frozen.embed(token).to(self.dtype), feature)
-                own = self.keys_values(inputs, here)
-                keys.append(own[0])
-                values.append(own[1])
             spans = Spans.of(index, batch.cu_seqlens)
-            mixed = ttt_attention(self.queries(inputs, here), key, value, keys, values, spans)
-            state = self.layer.finish(residual, mixed)
+            state, *own = run(later, k, feature, key, value, keys, values, spans)
+            keys, values = [*keys, own[0]], [*values, own[1]]
             states.append(self.scored(state))
-            feature = self.next_feature(state)
         return torch.cat(states)
 
     # --- drafting ---

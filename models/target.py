@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from models.load_frozen import (
 from models.packed import pack_linears
 from models.pypi import resolve
 from models.quantize import check_head, loading_options
+from models.recompute import Run, plainly
 from models.taps import check_taps, default_taps
 
 LOGITS_AT_ONCE = 1 << 24  # logits in memory at a time when scoring many tokens (64 MiB of float32)
@@ -186,15 +188,16 @@ class Target:
         parts = (taps, final, *self.score(final))
         return [Features(*row) for row in zip(*(part.split(lengths) for part in parts), strict=True)]
 
-    def live(self, ids: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def live(self, ids: Sequence[Tensor], run: Run = plainly) -> tuple[Tensor, Tensor]:
         """Taps [N, A*H] and final states [N, H] of rows of token ids, back to back; with gradient, where it is enabled
-        and the weights are trained (models/joint.py)."""
+        and the weights are trained (models/joint.py). ``run`` calls the decoder layers."""
         if len(ids) > 1 and self._rope_type in LENGTH_DEPENDENT_ROPE:
-            found = [self.live([row]) for row in ids]
+            found = [self.live([row], run) for row in ids]
             return torch.cat([taps for taps, _ in found]), torch.cat([final for _, final in found])
         lengths = torch.tensor([row.numel() for row in ids], device=self.device)
         padded = pad_sequence([row.to(self.device, torch.int64) for row in ids], batch_first=True)
-        taps, final = self._forward(padded)
+        with self._layers_by(run):
+            taps, final = self._forward(padded)
         inside = torch.arange(padded.shape[1], device=self.device) < lengths[:, None]
         return taps[inside], final[inside]
 
@@ -239,6 +242,25 @@ class Target:
             options = {"use_cache": False} | extra
             final = self._decoder(input_ids=input_ids, **options).last_hidden_state
         return torch.cat([states[i] for i in self.tap_ids] or [final[..., :0]], -1), final
+
+    @contextmanager
+    def _layers_by(self, run: Run) -> Iterator[None]:
+        """Let ``run`` call the decoder layers, inside their hooks: a layer that runs again is not tapped again."""
+
+        def by_run(forward: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: run(partial(forward, **kwargs), *args)
+
+        layers: list[nn.Module] = [] if run is plainly else list(self._layers)
+        own = [vars(layer).get("forward") for layer in layers]  # set by libraries that place layers on devices
+        for layer in layers:
+            layer.forward = by_run(layer.forward)
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers, own, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
 
     @contextmanager
     def _tapped(self) -> Iterator[dict[int, Tensor]]:

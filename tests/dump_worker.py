@@ -90,7 +90,7 @@ def stored(folder: Path, target: FakeTarget, stage: Stage) -> FeatureStore:
     """As training asks for it."""
     about: Any = SimpleNamespace(fingerprint=lambda: "", supervise="all", about={"statistics": {}})
     files: Any = SimpleNamespace(fingerprint="fake", tap_ids=target.tap_ids)
-    settings = {"dir": str(folder / "stores"), "dtype": "float32", "shard_mib": 1, "batch_tokens": 4}
+    settings = {"dir": str(folder / "stores"), "dtype": "float32", "shard_mib": 1, "batch_tokens": 2}
     inputs = Inputs(files, about, about, {"dtype": "float32", "path": "fake", "template_kwargs": {}}, settings)
     return inputs.stored(documents(LENGTHS), lambda: target, stage)
 
@@ -108,7 +108,7 @@ def preparing(job: Job, folder: Path, *, port: int) -> list[float]:
     from tests.commands import config
     from train import stages
 
-    cfg = config("conf=debug", "device=cpu", "preview=0", "store.batch_tokens=128")
+    cfg = config("conf=debug", "device=cpu", "preview=0", "store.batch_tokens=32")
     if job.rank == 0:
         TargetFiles.open = slowly(TargetFiles.open)  # type: ignore[method-assign]
     else:

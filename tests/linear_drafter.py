@@ -11,6 +11,7 @@ from models.batch import Batch, Slots
 from models.drafter import Drafter, DraftSession, Serving
 from models.frozen import FrozenTarget
 from models.heads import DraftHead
+from models.recompute import Run, plainly
 from models.vocab import DraftVocab
 
 
@@ -29,7 +30,7 @@ class LinearDrafter(Drafter):
         torch.manual_seed(options.get("seed", 0))
         return cls(len(tap_ids) * frozen.hidden_size, frozen.hidden_size, vocab, tap_ids)
 
-    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget) -> Tensor:
+    def unroll(self, batch: Batch, slots: Slots, frozen: FrozenTarget, run: Run = plainly) -> Tensor:
         states = [self.mix(batch.taps[slots.index])]
         for k in range(1, slots.depths):
             ahead = (slots.index + 1 + k).clamp_max(batch.num_tokens - 1)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.attention import Spans
 from models.errors import EyasError
-from models.native import Causal, Lineage, NativeLayer
+from models.native import Causal, Kept, KeyValue, Lineage, NativeLayer
 from models.tiny_target import tiny_config
 from tests.families import DEEPSEEK, FAMILIES, GEMMA3, QWEN3_NEXT
 
@@ -98,20 +99,23 @@ def test_a_lineage_attends_to_true_slots_and_to_itself(family: str) -> None:
     positions, cu = torch.cat([torch.arange(6), torch.arange(9)]), torch.tensor([0, 6, 15], dtype=torch.int32)
     slots = [torch.tensor([1, 3, 6, 11]), torch.tensor([1, 6, 11]), torch.tensor([11])]
     more = [torch.randn(len(index), config["hidden_size"], generator=generator) for index in slots]
-    attend = Lineage(cu)
+    true = Kept(Causal(cu))
     with torch.no_grad():
-        block(x, positions, attend)
+        block(x, positions, true)
+        before = list[KeyValue]()
         lineages: dict[int, list[Tensor]] = {int(p): [] for p in slots[0]}
-        before = slots[0]
+        last = slots[0]
         for k, (index, inputs) in enumerate(zip(slots, more, strict=True), 1):
-            attend.follow(index, None if k == 1 else torch.isin(before, index))
+            still = torch.isin(last, index)
+            before = [(key[still], value[still]) for key, value in before]
+            attend = Kept(Lineage(true.own, before, Spans.of(index, cu)))
             got = block(inputs, positions[index] + k, attend)
             for p, own, out in zip(index.tolist(), inputs, got, strict=True):
                 lineages[p].append(own)
                 first = 0 if p < 6 else 6
                 text = torch.cat([x[first : p + 1], torch.stack(lineages[p])])
                 torch.testing.assert_close(out, alone(model, layer, number, text)[-1], rtol=1e-4, atol=1e-5)
-            before = index
+            before, last = [*before, attend.own], index
 
 
 def test_names_are_those_of_transformers_and_all_weights_are_set() -> None:

@@ -179,7 +179,6 @@ def test_a_name_that_looks_like_a_number_stays_as_typed(date: str) -> None:
     """To Hydra 2026_01_02 is the number 20260102, whose folder is another one."""
     cfg = config(f"name={date}", f"data.path={date}", f"store.dir={date}")
     assert (cfg.name, cfg.data.path, cfg.store.dir) == (date, date, date)
-    assert config(f"data.path=[{date},x.json]").data.path == [date, "x.json"]
 
 
 # --- SafeAILab/EAGLE#223, #315, speculators PR#134, PR#636: heads that do not fill the hidden size ---------------

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: inside the training loop, in an entry point, and in a sweep. Every case is a process of its own."""
+"""SIGTERM and Ctrl-C: inside the training loop, in an entry point, and in a sweep; each in a process of its own."""
 
 from __future__ import annotations
 
@@ -35,27 +35,32 @@ except Interrupted as interrupt:
     print('aborted by', interrupt.number)
 print(before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], signal.set_wakeup_fd(-1))
 """
-ENTRY = f"""
-import pathlib, sys, time
+COMMAND = f"""
+import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from conf.cli import entry
+import conf.cli
+from conf.cli import entry, told_plainly
+from models.errors import EyasError
 from train.signals import Stopped
 
 def run(cfg):
-    {READY}
     try:
-        if sys.stdin.readline() == 'stopped\\n':
+        {READY}
+        case = sys.stdin.readline().strip()
+        if case == 'stopped':
             raise Stopped(15, 7)
-        time.sleep(600)
+        if case == 'late':
+            conf.cli.visible = lambda text: os.kill(os.getpid(), 15) or text  # while the message is being told
+        if case in ('wrong', 'late'):
+            raise EyasError('the real reason')
     finally:
         print('cleaning up', flush=True)
-        if sys.stdin.readline() == 'fail\\n':
-            from models.errors import EyasError
-            raise EyasError('the real reason')
+        sys.stdin.readline()
+        print('cleaned up', flush=True)
 
-sys.argv[1:] = ['hydra.run.dir=run']
-entry('train')(run)()
 """
+ENTRY = COMMAND + "sys.argv[1:] = ['hydra.run.dir=run']; entry('train')(run)()"
+PLAIN = COMMAND + "with told_plainly('eval'): run(None)"
 
 
 class Script:
@@ -149,30 +154,38 @@ def test_how_an_interrupt_is_told() -> None:
 # --- in an entry point ---
 
 
-def test_sigterm_and_ctrl_c_end_a_command_alike(tmp_path: Path) -> None:
-    for number, how, code in ((signal.SIGTERM, "terminated", 143), (signal.SIGINT, "interrupted", 130)):
-        script = Script(tmp_path, ENTRY)
-        script.send(number)
-        script.expect("cleaning up")
-        script.send(number)  # the launcher's echo
-        time.sleep(0.2)
-        told = f"{how}; the same command continues where it stopped\n"
-        assert script.end("go on") == ("", told, code)
+def test_sigterm_ends_a_command_after_cleaning_up(tmp_path: Path) -> None:
+    script = Script(tmp_path, ENTRY)
+    script.send(signal.SIGTERM)
+    script.expect("cleaning up")
+    script.send(signal.SIGTERM, signal.SIGINT)  # a launcher's echo
+    time.sleep(0.2)
+    assert script.end("go on") == ("cleaned up\n", "terminated; the same command continues where it stopped\n", 143)
+
+
+def test_ctrl_c_ends_a_command_and_once_more_its_cleaning_up(tmp_path: Path) -> None:
+    script = Script(tmp_path, PLAIN)
+    script.send(signal.SIGINT)
+    script.expect("cleaning up")
+    time.sleep(1.2)
+    script.send(signal.SIGINT)
+    assert script.end() == ("", "interrupted; the same command starts again\n", 130)
 
 
 def test_training_that_was_stopped_tells_it_in_one_line(tmp_path: Path) -> None:
-    script = Script(tmp_path, ENTRY)
-    script.say("stopped")
+    script = Script(tmp_path, PLAIN)
+    told = "SIGTERM: step 7 is saved; the same command continues from there\n"
+    assert script.end("stopped\n") == ("cleaning up\ncleaned up\n", told, 143)
+
+
+def test_a_launcher_that_ends_the_rest_does_not_hide_why_this_process_fails(tmp_path: Path) -> None:
+    script = Script(tmp_path, PLAIN, RANK="0", WORLD_SIZE="2")
+    script.say("wrong")
     script.expect("cleaning up")
-    assert script.end() == ("", "SIGTERM: step 7 is saved; the same command continues from there\n", 143)
-
-
-def test_a_launcher_that_ends_the_rest_does_not_hide_why_this_process_failed(tmp_path: Path) -> None:
-    script = Script(tmp_path, ENTRY, RANK="0", WORLD_SIZE="2")
-    script.say("")
     script.send(signal.SIGTERM)
-    script.expect("cleaning up")
-    assert script.end("fail") == ("", "[rank 0] error: the real reason\n", 2)
+    assert script.end() == ("", "[rank 0] error: the real reason\n", 2)
+    script = Script(tmp_path, PLAIN, RANK="0", WORLD_SIZE="2")
+    assert script.end("late\n") == ("cleaning up\ncleaned up\n", "[rank 0] error: the real reason\n", 2)
 
 
 # --- in a sweep ---

@@ -35,6 +35,7 @@ from tests.tiny import tiny_target
 from train.drift import settle_config
 from train.stages import check_start, evaluate, export, feature_sources, file_digests, fit, gather, once, walk
 from train.strategy import build_accelerator
+from train.watchdog import Watchdog
 from train.trainer import Fitted
 
 DRAFTER = {"_target_": "models.eagle3.Eagle3Drafter", "draft_vocab_size": 100}
@@ -73,7 +74,8 @@ def config(target: str, cwd: Path, **changes: Any) -> Config:
 def run(cfg: Config, run_dir: Path) -> Fitted:
     accelerator = build_accelerator(cfg.device)
     run_dir.mkdir(parents=True, exist_ok=True)
-    return fit(cfg, accelerator, run_dir, gather(cfg, accelerator, run_dir))
+    watchdog = Watchdog(accelerator, 60.0)
+    return fit(cfg, accelerator, run_dir, gather(cfg, accelerator, run_dir), watchdog)
 
 
 def test_online_features_train_like_stored_ones(target: str, tmp_path: Path) -> None:

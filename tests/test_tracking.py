@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ def on_wandb(run: Path) -> list[dict[str, Any]]:
 
 
 def test_killed_and_continued_curves(tmp_path: Path) -> None:
-    """Two sessions killed between the last row and the last checkpoint, saved at 12 and 15: each row once."""
-    killed(tmp_path, BOTH, 1, 12, 17)
+    """One session killed right behind its checkpoint, one four rows behind the next: each row once."""
+    killed(tmp_path, BOTH, 1, 12, 12)
     killed(tmp_path, BOTH, 13, 15, 19)
     name = (tmp_path / "wandb_run_id").read_text().strip()
     tracker = Tracker(tmp_path, BOTH, step=15, config={"seed": 0})
@@ -97,6 +98,40 @@ def test_killed_and_continued_curves(tmp_path: Path) -> None:
     ]
     assert (tmp_path / "wandb_run_id").read_text().strip() == name
     assert [path.name.endswith(name) for path in (tmp_path / "wandb").glob("offline-run-*")] == [True]
+
+
+def test_the_board_waits_for_nothing_after_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's own thread, slowed down here, has written all when a checkpoint counts on it."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    plain = RecordWriter.write
+
+    def slowly(self: Any, data: bytes) -> None:
+        time.sleep(0.02)
+        plain(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", slowly)
+    tracker = Tracker(tmp_path, TrackerConfig(tensorboard=True, wandb="disabled"), step=0, config={})
+    for step in range(1, 6):
+        tracker.log(step, "train", {"loss": float(step)})
+    tracker.sync()
+    assert on_board(tmp_path, "train/loss") == [(s, float(s)) for s in range(1, 6)]
+    tracker.close()
+
+
+def test_validation_is_made_again(tmp_path: Path) -> None:
+    """A checkpoint of step 3 was saved before its validation, which ended in a kill: the row comes again, once."""
+    board = TrackerConfig(tensorboard=True, wandb="disabled")
+    tracker = Tracker(tmp_path, board, step=0, config={})
+    log_steps(tracker, range(1, 4))
+    tracker.close()
+    tracker = Tracker(tmp_path, board, step=3, config={}, without="valid")
+    tracker.log(3, "valid", {"loss": 5.0})
+    log_steps(tracker, range(4, 5))
+    tracker.close()
+    assert on_board(tmp_path, "train/loss") == [(s, round(1 / s, 6)) for s in range(1, 5)]
+    assert on_board(tmp_path, "valid/loss") == [(3, 5.0)]
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path / METRICS, "valid")] == [(3, 5.0)]
 
 
 def test_killed_after_the_last_checkpoint(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from train.watchdog import STALLED, Link, RunningClock, lost_contact
 
 WORKER = Path(__file__).with_name("stall_worker.py")
 HOST = socket.gethostname()
-PATIENCE = 120  # seconds for what takes a few on an idle machine
+PATIENCE = 25  # seconds for what takes a few on an idle machine
 AGAIN = "The same command continues from the last checkpoint"
 
 

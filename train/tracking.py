@@ -49,27 +49,30 @@ class Tracker:
         self._wandb = None
         if tracker.wandb != "disabled":
             self._wandb = WandbRun(run_dir, tracker, config)
-            for row in read_metrics(run_dir / METRICS):
-                self._wandb.log(_curves(row), row["step"])
+        for row in read_metrics(run_dir / METRICS):
+            self._draw(row, on_board=row["step"] == step)
 
     def log(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append a row; ``kind`` is train, valid or another group of curves."""
         row = {"step": step, "kind": kind, **values}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        self._draw(row)
+
+    def _draw(self, row: Mapping[str, Any], *, on_board: bool = True) -> None:
         curves = _curves(row)
-        if self._board is not None:
+        if self._board is not None and on_board:
             for name, value in curves.items():
-                self._board.add_scalar(name, value, step)
+                self._board.add_scalar(name, value, row["step"])
         if self._wandb is not None:
-            self._wandb.log(curves, step)
+            self._wandb.log(curves, row["step"])
 
     def sync(self) -> None:
         """Put all rows on disk: called before a checkpoint that counts on them."""
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._board is not None:
-            self._board.flush()  # by itself it does so every two minutes
+            self._board.flush()  # its thread may be behind
 
     def close(self) -> None:
         self.sync()
@@ -123,7 +126,10 @@ class WandbRun:
             self._run.log(dict(curves), step=step)
 
     def finish(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # waits until the file is written
         self._done.touch()
 
 
@@ -179,6 +185,7 @@ def _flatten(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _tensorboard(run_dir: Path, step: int) -> Any:
+    """A writer that makes readers forget what they know of ``step`` and later, other files included."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import: only when wanted
 
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=step)
