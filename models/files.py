@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,9 +59,13 @@ def lock(folder: Path, doing: str) -> IO[bytes]:
     file = (folder / ".lock").open("wb")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise EyasError(f"{folder}: another process is {doing}; wait for it or stop it") from error
+    except BlockingIOError:
+        time.sleep(0.1)  # whoever asks if it is held (train/standing.py) holds it for a moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise EyasError(f"{folder}: another process is {doing}; wait for it or stop it") from error
     except OSError:  # a filesystem without locks: go on without
         pass
     return file

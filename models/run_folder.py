@@ -8,6 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from models.files import write_atomic
+
 CHECKPOINTS = "checkpoints"
 STATE = "state.json"  # of a checkpoint; lists a digest of each of its files
 BEST = "best.json"  # which checkpoint has the best tau (train.tau: simulated or measured)
@@ -70,6 +72,14 @@ def read_notes(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def note_down(path: Path, found: dict[str, Any]) -> None:
+    """Add to such notes, which one process writes."""
+    notes = read_notes(path)
+    if not found.items() <= notes.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(notes | found, indent=1) + "\n")
 
 
 def file_digest(path: Path) -> str:

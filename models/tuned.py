@@ -62,8 +62,8 @@ def save_tuned(
     about: Mapping[str, Any],
     weights: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write both files into a checkpoint's folder. about: JSON-able facts about the tuned target; weights: what to write
-    instead of the backbone's own state dict, of which they are a part."""
+    """Write both files into a checkpoint's folder. about: JSON-able facts about the tuned target; weights: what to
+    write instead of the backbone's own state dict, of which they are a part."""
     found = _state(backbone, lora, backbone.state_dict() if weights is None else weights)
     tensors = {name: tensor.detach().contiguous() for name, tensor in found.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

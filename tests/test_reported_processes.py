@@ -2,8 +2,8 @@
 
 See tests/test_reported_training.py. These inputs and outcomes are held elsewhere already:
 
-    SpecForge#99: preprocessing slower than a collective may be     test_dump_processes.py, preparing_is_bound_by_no_time_out
-    DeepSpeed#7900: two processes under ZeRO-3 save whole tensors   test_strategies.py, every_strategy_trains_...[zero3x2]
+    SpecForge#99: preparing takes longer than a collective   test_dump_processes.py, preparing_is_bound_by_no_time_out
+    DeepSpeed#7900: two processes save whole under ZeRO-3    test_strategies.py, every_strategy_trains_the_same[zero3x2]
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def test_a_sharded_optimizer_goes_on(sharded: Path, place: Path) -> None:
     run = broken_off(sharded, "again")
     begun = tensors(run, BREAK)
     together(2, place, "again", "zero2")
+    assert f"starts at step      {BREAK} (resumed)" in (run / "train.log").read_text()
     assert_close(tensors(run), tensors(sharded), 1e-6)
     assert losses(run) == pytest.approx(losses(sharded), rel=1e-6)
     assert read_documents(run) == read_documents(sharded)
@@ -131,14 +132,14 @@ def test_saved_on_two_goes_on_on_one_and_on_three(sharded: Path, place: Path) ->
     """DeepSpeed#2898, #3810, #7628; and #7900: the three share the weights too, and save them whole."""
     broken_off(sharded, "one"), broken_off(sharded, "three")
     runs = [alone(place, "one"), together(3, place, "three", "zero3")]
-    for run in runs:
+    for run, world in zip(runs, (1, 3), strict=True):
+        assert [[bin["world"] for bin in written(run, step)] for step in (BREAK - 1, BREAK)] == [[2] * 3, [world] * 3]
         assert_close(tensors(run), tensors(sharded), 1e-4)
         assert losses(run) == pytest.approx(losses(sharded), rel=1e-4)
         assert read_documents(run) == read_documents(sharded)  # the same documents in every step
         shapes = {name: p.shape for name, p in load_drafter(run / f"checkpoints/step_{STEPS:08d}").named_parameters()}
         saved = load_file(run / f"checkpoints/step_{STEPS:08d}/model.safetensors")
         assert shapes and all(saved[name].shape == shape and bool(saved[name].any()) for name, shape in shapes.items())
-    assert [d["world"] for d in written(runs[1], BREAK)] == [3, 3, 3] and len(written(runs[1], BREAK - 1)) == 3
 
 
 def written(run: Path, step: int) -> list[dict[str, Any]]:

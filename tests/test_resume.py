@@ -12,7 +12,7 @@ import pytest
 from models.run_folder import is_whole
 from tests.processes import launch, reached, start
 from tests.tiny import tiny_target
-from train.tracking import METRICS, read_metrics
+from train.tracking import CLOCKED, METRICS, read_metrics
 
 STEPS = 19
 # 6 epochs of 9 bins and one bin of the seventh: 18 steps of 3 bins and one of 1.
@@ -60,7 +60,7 @@ def whole(flow: Flow) -> Path:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in read_metrics(run / METRICS)]
+    return [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_metrics(run / METRICS)]
 
 
 def test_killed_twice_equals_unbroken(flow: Flow, whole: Path) -> None:

@@ -81,7 +81,7 @@ def test_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: s
 def test_killed_between_a_late_validation_and_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run stopped before validating step 3, validated it when it went on, and was killed before step 4 was saved."""
+    """The run stopped before validating step 3, validated it when it went on, and was killed before it saved."""
     cfg = config(steps=6, save_every=6, eval_every=3, bin_tokens=16, save_minutes=0.0)
     make(tmp_path / "whole", cfg).fit()
     run = tmp_path / "run"

@@ -35,8 +35,8 @@ from tests.tiny import tiny_target
 from train.drift import settle_config
 from train.stages import check_start, evaluate, export, feature_sources, file_digests, fit, gather, once, walk
 from train.strategy import build_accelerator
-from train.watchdog import Watchdog
 from train.trainer import Fitted
+from train.watchdog import Watchdog
 
 DRAFTER = {"_target_": "models.eagle3.Eagle3Drafter", "draft_vocab_size": 100}
 

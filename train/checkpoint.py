@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from models.checkpoint import fill, read_weights, save_drafter
@@ -31,6 +32,7 @@ from models.errors import EyasError
 from models.files import sync, write_atomic
 from models.run_folder import BEST, CHECKPOINTS, STATE, file_digest, is_whole, latest_checkpoint, step_folders
 from train.joint import JointTraining
+from train.metrics import sum_over_processes
 from train.optimizer_state import State, write_states
 
 TEMPORARY = ".tmp-"
@@ -127,15 +129,38 @@ class CheckpointDir:
         except TypeError as error:
             raise EyasError(f"{folder / STATE}: written by another version of Eyas ({error})") from error
 
-    def restore(self, folder: Path, drafter: Drafter, joint: JointTraining | None = None) -> TrainState:
-        """Fill the drafter (and the target that is trained along) from a whole checkpoint and return its state."""
+    def agree_on_latest(self, accelerator: Accelerator) -> Path | None:
+        """:meth:`latest` after :meth:`clean`: the main process looks, the others take its word."""
+        step = 0
+        if accelerator.is_main_process:
+            self.clean()
+            newest = self.latest()
+            step = 0 if newest is None else self.read_state(newest).step
+        step = int(sum_over_processes(accelerator, torch.tensor([step], device=accelerator.device)))
+        return self.folder(step) if step else None
+
+    def restore(
+        self, folder: Path, fresh: TrainState, drafter: Drafter, joint: JointTraining | None = None
+    ) -> TrainState:
+        """Fill the drafter (and the target that is trained along) from a whole checkpoint and return its state.
+
+        Raises EyasError where content or number of steps differ from those of a ``fresh`` run.
+        """
+        found = self.read_state(folder)
+        changed = [k for k, v in fresh.content.items() if found.content.get(k) != v]
+        if changed or found.total_steps != fresh.total_steps:
+            what = ", ".join(changed) or f"number of steps ({found.total_steps}, now {fresh.total_steps})"
+            raise EyasError(
+                f"{folder}: this run was begun with other input, {what}. Restore it, or train under another name= "
+                f"(train.init_from={folder} starts from these weights)"
+            )
         vocab, weights = read_weights(folder, drafter.vocab.size)
         if not torch.equal(vocab.ids, drafter.vocab.ids.cpu()):
             raise EyasError(f"{folder}: was trained with another draft vocabulary; give the new run another name=")
         fill(drafter, weights, folder)
         if joint is not None:
             joint.restore(folder)
-        return self.read_state(folder)
+        return found
 
     def mark_best(self, best: dict[str, Any] | None) -> None:
         """Record the best checkpoint in best.json."""

@@ -13,7 +13,7 @@ AGAIN = "The same command continues from the last checkpoint"
 
 
 class Phase(Enum):
-    """What a process is doing, in the order in which a step goes through it."""
+    """What a process is doing, in the order in which a step goes through it, from its first batch to its checkpoint."""
 
     STARTING = "starting"
     READING = "reading its batch"
@@ -21,8 +21,8 @@ class Phase(Enum):
     EXCHANGING = "exchanging gradients"
     UPDATING = "updating the weights"
     LOGGING = "adding up the metrics"
-    VALIDATING = "scoring the held-out documents"
     AGREEING = "agreeing with the others"
+    VALIDATING = "scoring the held-out documents"
     SAVING = "saving"
     ENDING = "ending"
 

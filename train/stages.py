@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -31,11 +30,11 @@ from models.checkpoint import drafter_class
 from models.device import pick_device
 from models.drafter import Drafter, NotServed
 from models.errors import EyasError
-from models.files import lock, write_atomic
+from models.files import lock
 from models.frozen import FrozenTarget
 from models.load_frozen import load_frozen
 from models.portable import CARD, TARGET, open_drafter, refuse_foreign
-from models.run_folder import REPORT, STAGES, STATE, best_checkpoint, file_digest, has_begun, read_notes
+from models.run_folder import REPORT, STAGES, STATE, best_checkpoint, file_digest, has_begun, note_down, read_notes
 from models.target import Target
 from models.tuned import is_tuned_by, tuned
 from models.vocab import DraftVocab
@@ -117,6 +116,9 @@ def frozen_dtype(cfg: Config, accelerator: Accelerator) -> torch.dtype:
 def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs, watchdog: Watchdog) -> Fitted:
     """Features, draft vocabulary and drafter, then the training loop."""
     joint = cfg.joint.backbone != "none"
+    if accelerator.is_main_process and not joint and cfg.features == "store":
+        parts = (inputs.corpus.train, inputs.corpus.valid)
+        note_down(run_dir / STAGES, {"features": [str(inputs.folder(part).absolute()) for part in parts if part]})
     train, valid = token_sources(inputs) if joint else feature_sources(cfg, accelerator, inputs, watchdog.tick)
     if valid is None:
         log.warning("nothing is held out (data.valid_fraction=0): the last checkpoint counts as the best")
@@ -318,8 +320,7 @@ def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], 
         log.info("%s: up to date, %s", stage, product)
         return
     work()
-    noted = done | {stage: key, own: product_digests(product)}
-    write_atomic(path, json.dumps(noted, indent=1) + "\n")
+    note_down(path, {stage: key, own: product_digests(product)})
 
 
 def product_digests(product: Path) -> dict[str, str]:

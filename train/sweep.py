@@ -34,8 +34,7 @@ from conf.explain import MISTAKES, explain
 from conf.schema import Config
 from conf.validate import resolve
 from models.errors import EyasError
-from models.files import write_atomic
-from models.run_folder import REPORT, STAGES, read_notes
+from models.run_folder import REPORT, STAGES, note_down, read_notes
 from models.visible import visible
 from train.signals import BY_SIGNAL, number_of
 
@@ -214,7 +213,7 @@ def compare(folder: Path, finished: Sequence[Done], start: Start) -> int:
     if code == INTERRUPTED:
         sys.exit(INTERRUPTED)
     if code == 0:
-        note_down(folder, {"comparison": key})
+        note_down(folder / RECORD, {"comparison": key})
     return code
 
 
@@ -280,12 +279,7 @@ def record(folder: Path, done: Sequence[Done]) -> None:
         {"name": one.job.name, "folder": str(one.job.folder), "overrides": one.job.overrides, "message": one.message}
         for one in done
     ]
-    folder.mkdir(parents=True, exist_ok=True)
-    note_down(folder, {"jobs": jobs})
-
-
-def note_down(folder: Path, content: dict[str, Any]) -> None:
-    write_atomic(folder / RECORD, json.dumps(read_notes(folder / RECORD) | content, indent=1) + "\n")
+    note_down(folder / RECORD, {"jobs": jobs})
 
 
 def quoted(text: str) -> str:

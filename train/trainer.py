@@ -29,18 +29,19 @@ from models.drafter import Drafter, TrainSpec
 from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.objective import Objective
+from models.run_folder import STAGES, note_down
 from train.checkpoint import CheckpointDir, TrainState
 from train.clock import Clock
 from train.document_log import DocumentLog, rewind
 from train.joint import JointTraining
-from train.metrics import Totals, sum_over_processes
+from train.metrics import Totals
 from train.optim import build_optimizer, lr_factor, set_lr
 from train.optimizer_state import OptimizerStates
 from train.places import Phase
 from train.signals import Interrupted, Stopped, StopRequest, agreed
 from train.strategy import Agreement, Strategy, passes_of, spread
 from train.summary import plan_of
-from train.tracking import Tracker, progress
+from train.tracking import Tracker, progress, settle
 from train.validation import Broken, Validator, is_impatient, rates
 from train.watchdog import Watchdog
 
@@ -130,6 +131,8 @@ class Trainer:
         log.info("plan\n%s", plan_of(self))
         if self._finished():
             log.info("this run is finished: %d of %d steps done", self.state.step, self.total)
+            if self.accelerator.is_main_process:
+                settle(self.run_dir, self.cfg.tracker, step=self.state.step, config=asdict(self.cfg))
             return self._fitted()
         self._set_up(newest)
         self.clock.start(self.state.step, self.state.tokens, self.state.seconds)
@@ -264,8 +267,10 @@ class Trainer:
             return
         tokens_per_s = self.clock.rate(self.state.tokens)
         lr = float(self.strategy.param_groups[0]["lr"])
-        row |= {"lr": lr, "epoch": self.plan.epoch(self.state.step), "tokens": self.state.tokens}
-        tracker.log(self.state.step, "train", row | {"tokens_per_s": tokens_per_s})
+        row |= {"lr": lr, "epoch": self.plan.epoch(self.state.step)}
+        row |= {"tokens": self.state.tokens, "supervised": self.state.supervised}
+        row |= {"tokens_per_s": tokens_per_s, "seconds": self.clock.seconds()}
+        tracker.log(self.state.step, "train", row)
         bar.set_postfix_str(f"loss {row['loss']:.3f} tau~{row['tau_mean_field']:.2f} {tokens_per_s:,.0f} tok/s")
         log.log(
             logging.INFO if bar.disable else logging.DEBUG,  # a terminal has the bar
@@ -320,37 +325,19 @@ class Trainer:
 
     def _resume(self) -> Path | None:
         """Take weights and position from the newest whole checkpoint, if there is one, and return it."""
-        newest = self._newest()
+        newest = self.checkpoints.agree_on_latest(self.accelerator)
         if newest is not None:
-            found = self.checkpoints.read_state(newest)
-            changed = [k for k, v in self.state.content.items() if found.content.get(k) != v]
-            if changed or found.total_steps != self.total:
-                what = ", ".join(changed) or f"number of steps ({found.total_steps}, now {self.total})"
-                raise EyasError(
-                    f"{newest}: this run was begun with other input, {what}. Restore it, or train under another name= "
-                    f"(train.init_from={newest} starts from these weights)"
-                )
-            self.state = self.checkpoints.restore(newest, self.drafter, self.joint)
+            self.state = self.checkpoints.restore(newest, self.state, self.drafter, self.joint)
             self.state.stopped = is_impatient(self.state, self.cfg)  # train.patience may be another one now
             if self.accelerator.is_main_process:
                 self.window.load(self.state.window)
                 self.checkpoints.mark_best(self.state.best)
         if self.accelerator.is_main_process:
             rewind(self.run_dir, self.state.step)
+            note_down(self.run_dir / STAGES, {"steps": self.total})
         self.saved = time.monotonic()
         self.accelerator.wait_for_everyone()
         return newest
-
-    def _newest(self) -> Path | None:
-        """The newest whole checkpoint: the main process looks, the others take its word."""
-        step = 0
-        if self.accelerator.is_main_process:
-            self.checkpoints.clean()
-            newest = self.checkpoints.latest()
-            step = 0 if newest is None else self.checkpoints.read_state(newest).step
-        found = torch.tensor([step], device=self.accelerator.device)
-        step = int(sum_over_processes(self.accelerator, found))
-        return self.checkpoints.folder(step) if step else None
 
     def _set_up(self, newest: Path | None) -> None:
         """Spread the module, as it is now, over the processes; its optimizer continues what ``newest`` has of it."""

@@ -215,7 +215,7 @@ class RunningClock:
 
     def advance(self) -> None:
         last, self._last = self._last, self._time_of()
-        self.now += min(self._last - last, 1e9)
+        self.now += min(self._last - last, self._longest)
 
 
 def flush() -> None:
