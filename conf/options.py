@@ -1,4 +1,4 @@
-"""The two open sections, ``drafter`` and ``strategy``: their schema is the code that takes them.
+"""The open section ``drafter``: its schema is the code that takes it.
 
 A drafter's YAML names its class in ``_target_``; every other key must be a keyword of that class's ``create``
 (or ``draft_vocab_size``, which all methods share) with a value of the annotated type.
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from models.drafter import Drafter
 
 SHARED_OPTIONS: dict[str, Any] = {"draft_vocab_size": int | None}  # null: the whole vocabulary of the target
-STRATEGY_OPTIONS: dict[str, Any] = {"name": Literal["none", "ddp"], "timeout_minutes": float}
 
 
 def check_drafter(drafter: Mapping[str, Any]) -> None:
@@ -45,14 +44,6 @@ def adds_terms(drafter: Mapping[str, Any]) -> bool:
     from models.drafter import Drafter
 
     return method_of(drafter).extra_terms is not Drafter.extra_terms
-
-
-def check_strategy(strategy: Mapping[str, Any]) -> None:
-    """Refuse options that no strategy has."""
-    check_options("strategy", STRATEGY_OPTIONS, strategy)
-    minutes = strategy.get("timeout_minutes", 1)
-    if not minutes > 0:
-        raise EyasError(f"strategy.timeout_minutes={minutes}: must be above 0")
 
 
 def options_of(cls: Any) -> dict[str, Any]:

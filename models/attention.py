@@ -9,6 +9,7 @@ right as they are and only the diagonal gradients remain, elementwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,37 +46,33 @@ def ttt_attention(
     query [S, nq, D]; key, value [T, nkv, D] of depth 0 (nkv divides nq); diag_keys, diag_values k tensors
     [S, nkv, D]. Scale 1/sqrt(D). Returns [S, nq, D].
     """
-    if diag_keys:
-        keys, values = torch.stack(diag_keys), torch.stack(diag_values)
-    else:
-        keys = values = query.new_zeros(0, query.shape[0], key.shape[1], query.shape[2])
-    out: Tensor = _TTTAttention.apply(query, key, value, keys, values, spans)
+    out: Tensor = _TTTAttention.apply(query, key, value, spans, *diag_keys, *diag_values)
     return out
 
 
 class _TTTAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, spans: Spans
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, *lineage: Tensor) -> Tensor:
+        keys, values = _halves(lineage)
         scale = query.shape[-1] ** -0.5
         full = _scatter(query, spans.index, key.shape[0])
         out_all, lse_all = _causal(full, key, value, spans, scale)
         out, lse = out_all[spans.index], lse_all[spans.index]
-        if keys.shape[0]:
+        if keys:
             scores = _diag_scores(query, keys, scale)  # [k, S, nq] float32
             merged = torch.logsumexp(torch.cat([lse[None], scores]), 0)
             mixed = out.float() * (lse - merged).exp()[..., None]
             mixed += _diag_mix((scores - merged).exp(), values)
             out, lse = mixed.to(query.dtype), merged
             lse_all = lse_all.index_copy(0, spans.index, lse)
-        ctx.save_for_backward(query, key, value, keys, values, out, lse, lse_all)
+        ctx.save_for_backward(query, key, value, out, lse, lse_all, *lineage)
         ctx.spans, ctx.scale = spans, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, keys, values, out, lse, lse_all = ctx.saved_tensors
+        query, key, value, out, lse, lse_all, *lineage = ctx.saved_tensors
+        keys, values = _halves(lineage)
         spans, scale, total = ctx.spans, ctx.scale, key.shape[0]
         grad_out = grad_out.contiguous()
         dq_all, dk, dv = _causal_backward(
@@ -89,42 +86,46 @@ class _TTTAttention(torch.autograd.Function):
             scale,
         )
         dq = dq_all[spans.index]
-        if not keys.shape[0]:
-            return dq, dk, dv, None, None, None
+        if not keys:
+            return dq, dk, dv, None
         probs = (_diag_scores(query, keys, scale) - lse).exp()  # [k, S, nq]
         delta = (grad_out.float() * out.float()).sum(-1)
         dscores = probs * (_diag_scores(grad_out, values, 1.0) - delta) * scale
         dq = dq + _diag_mix(dscores, keys).to(dq.dtype)
-        dkeys = _group_sum(dscores, query, keys.shape[2]).to(keys.dtype)
-        dvalues = _group_sum(probs, grad_out, keys.shape[2]).to(values.dtype)
-        return dq, dk, dv, dkeys, dvalues, None
+        dkeys = [
+            _group_sum(slopes, query, own.shape[1]).to(own.dtype) for slopes, own in zip(dscores, keys, strict=True)
+        ]
+        dvalues = [_group_sum(p, grad_out, own.shape[1]).to(own.dtype) for p, own in zip(probs, values, strict=True)]
+        return dq, dk, dv, None, *dkeys, *dvalues
+
+
+def _halves(lineage: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Keys and values of a lineage, k of each."""
+    return lineage[: len(lineage) // 2], lineage[len(lineage) // 2 :]
 
 
 def _scatter(rows: Tensor, index: Tensor, total: int) -> Tensor:
     return rows.new_zeros(total, *rows.shape[1:]).index_copy_(0, index, rows)
 
 
-def _diag_scores(query: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """q . k_i of every lineage key: [S, nq, D], [k, S, nkv, D] -> [k, S, nq] float32."""
-    slots, heads, width = query.shape
-    kv_heads = keys.shape[2]
-    grouped = query.reshape(slots, kv_heads, heads // kv_heads, width).float()
-    return (grouped[None] * keys[:, :, :, None].float()).sum(-1).flatten(2) * scale
+def _diag_scores(query: Tensor, keys: Sequence[Tensor], scale: float) -> Tensor:
+    """q . k_i of every lineage key: [S, nq, D], k of [S, nkv, D] -> [k, S, nq] float32."""
+    grouped = query.unflatten(1, (keys[0].shape[1], -1)).float()
+    return torch.stack([(grouped * key[:, :, None].float()).sum(-1).flatten(1) for key in keys]) * scale
 
 
-def _diag_mix(weights: Tensor, values: Tensor) -> Tensor:
-    """sum_i w_i v_i: [k, S, nq], [k, S, nkv, D] -> [S, nq, D] float32."""
-    depth, slots, heads = weights.shape
-    kv_heads = values.shape[2]
-    grouped = weights.reshape(depth, slots, kv_heads, heads // kv_heads, 1)
-    return (grouped * values[:, :, :, None].float()).sum(0).flatten(1, 2)
+def _diag_mix(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """sum_i w_i v_i: [k, S, nq], k of [S, nkv, D] -> [S, nq, D] float32."""
+    mixed = weights.new_zeros(())
+    for weight, value in zip(weights, values, strict=True):
+        mixed = mixed + weight.unflatten(1, (value.shape[1], -1))[..., None] * value[:, :, None].float()
+    return mixed.flatten(1, 2)
 
 
 def _group_sum(weights: Tensor, query: Tensor, kv_heads: int) -> Tensor:
-    """sum over the query heads of a group of w q: [k, S, nq], [S, nq, D] -> [k, S, nkv, D] float32."""
-    depth, slots, heads = weights.shape
-    grouped = weights.reshape(depth, slots, kv_heads, heads // kv_heads, 1)
-    return (grouped * query.reshape(1, slots, kv_heads, heads // kv_heads, query.shape[-1]).float()).sum(3)
+    """sum over the query heads of a group of w q: [S, nq], [S, nq, D] -> [S, nkv, D] float32."""
+    grouped = weights.unflatten(1, (kv_heads, -1))
+    return (grouped[..., None] * query.unflatten(1, (kv_heads, -1)).float()).sum(2)
 
 
 # --- fused causal kernels over packed documents -------------------------------------------------------------

@@ -25,7 +25,7 @@ HARMLESS = (
     "train.tau", "train.tau_prompts", "train.patience",  # where it stops and what is best, not what it learns
 )  # fmt: skip
 
-OPEN_SECTIONS = ("drafter", "strategy")  # their keys are the options of a class, and may be left out
+OPEN_SECTIONS = ("drafter",)  # its keys are the options of a class, and may be left out
 ABSENT = "not set"
 
 log = logging.getLogger(__name__)

@@ -43,6 +43,7 @@ class Member:
     stop: int = 0  # the signal that asked it to stop
     heard: float = 0.0
     moved: float = 0.0
+    longest: float = 0.0  # between two of its movements so far
     closed: float | None = None  # since when nothing more can come from it
     leave: str | None = None  # how it took leave
 
@@ -50,6 +51,7 @@ class Member:
         """Take in what it says of itself: its place, or its leave."""
         self.heard = now
         if said.get("moves", self.moves) != self.moves:
+            self.longest = max(self.longest, now - self.moved)
             self.moved = now
         for key in ("step", "phase", "moves", "alone", "stop", "leave"):
             if key in said:

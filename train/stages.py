@@ -80,6 +80,10 @@ def together(cfg: Config, accelerator: Accelerator, run_dir: Path, watchdog: Wat
     check_settings(cfg.verify)  # not after hours of training
     settle_config(cfg, run_dir, begun=has_begun(run_dir), write=accelerator.is_main_process)
     check_start(cfg)
+    if cfg.strategy.deepspeed is not None:
+        from train.zero import check_engine
+
+        check_engine(cfg.strategy, cfg.optim, accelerator)
     with watchdog.paused("reading the conversations"):
         inputs = gather(cfg, accelerator, run_dir)
     return inputs, fit(cfg, accelerator, run_dir, inputs, watchdog)

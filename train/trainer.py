@@ -120,8 +120,8 @@ class Trainer:
         self.stop = StopRequest()
         self.validator: Validator | None = None
         if valid is not None:
-            given = (cfg, self.drafter, frozen, valid, self.spec, self.chain, measure, self._break_off)
-            self.validator = Validator(*given)
+            given = (cfg, self.drafter, frozen, valid, self.spec, self.chain)
+            self.validator = Validator(*given, measure, self._break_off, self.watchdog.paused)
 
     # --- the run, from start to end ---
 
@@ -136,7 +136,7 @@ class Trainer:
             return self._fitted()
         self._set_up(newest)
         self.clock.start(self.state.step, self.state.tokens, self.state.seconds)
-        with self._tracking() as (tracker, bar), self.stop, self._documents() as self.documents_read:
+        with self.stop, self._tracking() as (tracker, bar), self._documents() as self.documents_read:
             self.watchdog.stop = self.stop
             self._score_untrained()
             if self._owes_validation():  # a run that was stopped before it
@@ -190,7 +190,7 @@ class Trainer:
 
     def _train_step(self, step: int) -> None:
         """One optimizer step: this process's bins, gradients over the valid slots of all processes' bins."""
-        accelerator, world = self.accelerator, self.accelerator.num_processes
+        accelerator, world, at = self.accelerator, self.accelerator.num_processes, self.watchdog.at
         bins = [[self.documents[d] for d in members] for members in self.plan.bins(step)]
         documents = [d for docs in bins for d in docs]
         # Processes average their gradients; the sum over all slots is wanted, divided by their number.
@@ -202,19 +202,19 @@ class Trainer:
         of_target = self.joint.lr_factor(step, self.total, self.cfg.optim) if self.joint else 0.0
         set_lr(self.strategy.param_groups, lr_factor(step, self.total, self.cfg.optim), of_target)
         for turn, (members, counts) in enumerate(passes):
-            self._at(Phase.READING)
+            at(step + 1, Phase.READING)
             batch = self.train_source.batch(members).to(accelerator.device)
             number, last = accelerator.process_index + turn * world, turn == len(passes) - 1
             seed = bin_seed(self.cfg.seed, step, number)
             torch.manual_seed(seed)
             if counts and self.documents_read is not None:
                 self.documents_read.write(step, number, [self.train_source.sources[d] for d in members])
-            self._at(Phase.EXCHANGING if last or self.strategy.lockstep else Phase.COMPUTING)
+            at(step + 1, Phase.EXCHANGING if last or self.strategy.lockstep else Phase.COMPUTING)
             given = weight if counts else 0.0
             score = self.strategy.learn(batch, self.frozen, replace(spec, seed=seed), given, last=last)
             if counts:
                 self.window.add(score)
-        self._at(Phase.UPDATING)
+        at(step + 1, Phase.UPDATING)
         norm = self.strategy.step()
         if accelerator.is_main_process:
             self.window.add_step(norm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,7 @@ class Validator:
 
     spec: of the training; chain: drafts of the simulated walks. measure: greedy tau of a whole copy of the drafter, by
     the verifier, for the main process (the others have one that is not called). between: called between two batches
-    with the same result in all processes, whether to break off.
+    with the same result in all processes, whether to break off. alone: context of work of the main process that takes as long as it takes.
     """
 
     cfg: Config
@@ -47,6 +48,7 @@ class Validator:
     chain: int
     measure: Callable[[Drafter], float] | None
     between: Callable[[], bool]
+    alone: Callable[[str], AbstractContextManager[None]]
 
     def row(self, strategy: Strategy) -> dict[str, Any]:
         """The numbers of a validation, alike in all processes. Raises Broken."""
@@ -128,7 +130,8 @@ class Validator:
         found, weights = 0.0, strategy.weights()
         if strategy.accelerator.is_main_process:
             strategy.module.eval()
-            found = self.measure(self._copy(weights))
+            with self.alone("measuring tau"):
+                found = self.measure(self._copy(weights))
             strategy.module.train()
         device = strategy.accelerator.device
         return float(sum_over_processes(strategy.accelerator, torch.tensor([found], device=device).double()))

@@ -179,8 +179,9 @@ class Watchdog:
         if asked and self._asked is None:
             self._asked = now
         saving = any(one.phase == Phase.SAVING.name for one in members)
-        if self._asked is not None and self.world > 1 and not saving and now - self._asked > STOP_GRACE < timeout:
-            timeout, why = STOP_GRACE, f", and can't save and leave as {signal.Signals(asked).name} asks. {AGAIN}"
+        grace = max(STOP_GRACE, *(2 * one.longest for one in members))  # a long bin is no stall
+        if self._asked is not None and self.world > 1 and not saving and now - self._asked > grace < timeout:
+            timeout, why = grace, f", and can't save and leave as {signal.Signals(asked).name} asks. {AGAIN}"
         if found := gone(self._others, now, min(GRACE, timeout)):
             return found
         found = silent(self._others, now, timeout)

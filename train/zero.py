@@ -28,7 +28,7 @@ from models.batch import Batch
 from models.drafter import TrainSpec
 from models.frozen import FrozenTarget
 from models.objective import Score
-from train.deepspeed_config import check_installed, deepspeed_config
+from train.deepspeed_config import check_accepted, check_installed, deepspeed_config
 from train.optimizer_state import OptimizerStates, State
 from train.strategy import COLLECTIVE_TIMEOUT, Pass, Strategy
 
@@ -215,19 +215,29 @@ class Zero(Strategy):
         return found
 
 
-def start_engine(module: nn.Module, optimizer: Optimizer, config: dict[str, Any], *, on_cpu: bool) -> Any:
-    """DeepSpeed's engine around a module and its optimizer. Raises EyasError if DeepSpeed is not installed."""
+def import_deepspeed(*, on_cpu: bool) -> Any:
+    """The package, quiet and for this device. Raises EyasError if it is not installed."""
+    check_installed()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of names it calls
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    check_installed()
-    logging.getLogger("DeepSpeed").setLevel(
-        logging.ERROR
-    )  # it tells of every default, and of outputs that aren't tensors
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")  # of names it calls
     import deepspeed
 
     if on_cpu:  # otherwise it tries which of its extensions could be compiled, and compiles one for minutes
         deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # it tells of every default, and of outputs that aren't tensors
+    return deepspeed
+
+
+def check_engine(strategy: StrategyConfig, optim: OptimConfig, accelerator: Accelerator) -> None:
+    """Raise EyasError if DeepSpeed does not take its configuration, which a file of the user's is part of."""
+    import_deepspeed(on_cpu=accelerator.device.type == "cpu")
+    check_accepted(deepspeed_config(strategy, optim, accelerator.num_processes), strategy)
+
+
+def start_engine(module: nn.Module, optimizer: Optimizer, config: dict[str, Any], *, on_cpu: bool) -> Any:
+    """DeepSpeed's engine around a module and its optimizer."""
+    deepspeed = import_deepspeed(on_cpu=on_cpu)
     if not dist.is_initialized():  # one process, without a launcher
         backend = "gloo" if on_cpu else "nccl"
         store = dist.HashStore()  # type: ignore[attr-defined]
