@@ -37,7 +37,8 @@ class Validator:
 
     spec: of the training; chain: drafts of the simulated walks. measure: greedy tau of a whole copy of the drafter, by
     the verifier, for the main process (the others have one that is not called). between: called between two batches
-    with the same result in all processes, whether to break off. alone: context of work of the main process that takes as long as it takes.
+    with the same result in all processes, whether to break off. alone: context of work that the main process does at
+    its own pace.
     """
 
     cfg: Config
