@@ -31,6 +31,7 @@ LOSSES = ("ce", "kl", "lk", "tv", "expected_length", "nll")
 OVERLAP_ONLY = ("tv", "expected_length")  # their gradient vanishes where draft and target hardly overlap
 DEPTH_WEIGHTS = ("decay", "dpace")
 DPACE_FLOOR = 0.5
+NUMBERS_AT_ONCE = 1 << 24  # of a table beside the draft's own (64 MiB of float32)
 
 
 @dataclass
@@ -204,6 +205,8 @@ class _ScoreChunks(torch.autograd.Function):
                     found = head.backward(dlogits.to(weight.dtype), rows.states, counts, weight, dhead)
                     if of_states:
                         dstates[row] = found.to(states.dtype)
+                    del dlogits
+                del rows  # before the next chunk's tables are made
         ctx.save_for_backward(dstates, None if dhead is None else dhead.to(head.weight.dtype))
         ctx.mark_non_differentiable(stats)
         return loss, stats
@@ -227,7 +230,10 @@ def _loss_and_slopes(objective: Objective, table: Columns, valid: Tensor) -> tup
 
 @dataclass
 class _Rows:
-    """The valid (depth, slot) pairs of a chunk as R rows: draft and teacher side by side."""
+    """The valid (depth, slot) pairs of a chunk as R rows: draft and teacher side by side.
+
+    Whole tables [R, Vd] are those of the draft alone; the teacher's rows are looked up for a few rows at a time.
+    """
 
     states: Tensor  # [R, H]
     logits: Tensor | None  # [R, Vd], kept only under a soft cap
@@ -254,50 +260,68 @@ class _Rows:
         p = logp.exp()
         mass = p.sum(-1)
         entropy = -(p * logp.clamp_min(-1e4)).sum(-1)  # 0 log 0 = 0
+        del logp
         logits = head.logits(states, counts, weight).float()
-        match = logits.argmax(-1) == teacher.top1[positions]
-        lse = torch.logsumexp(logits, -1)
-        p_rows = p[where]
-        ce = mass[where] * lse - torch.linalg.vecdot(p_rows, logits)
-        labels = teacher.labels[positions]
-        own = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
-        nll = torch.where(labels >= 0, lse - own, 0.0)
-        likeliest = p.topk(min(top_k, p.shape[1]), -1).indices if top_k else None
-        top = torch.zeros_like(nll)
-        if likeliest is not None:
-            chosen = likeliest[where]
-            shares = p_rows.gather(1, chosen)
-            top = shares.sum(-1) * lse - (shares * logits.gather(1, chosen)).sum(-1)
         kept = logits.clone() if head.softcap else None
-        q = logits.sub_(lse[:, None]).exp_()
-        alpha = torch.minimum(p_rows, q).sum(-1)
-        columns = Columns(ce, ce - entropy[where], alpha, match, mass[where], nll, top)
-        return cls(states, kept, q, p, where, labels, likeliest, columns)
+        labels, top1 = teacher.labels[positions], teacher.top1[positions]
+        likeliest = p.topk(min(top_k, p.shape[1]), -1).indices if top_k else None
+        columns = Columns(*logits.new_zeros(len(Columns._fields), len(states)))
+        for part in _parts(logits):
+            at, z = where[part], logits[part]
+            p_rows = p[at]
+            lse = torch.logsumexp(z, -1)
+            columns.mass[part] = mass[at]
+            columns.match[part] = (z.argmax(-1) == top1[part]).float()
+            columns.ce[part] = mass[at] * lse - torch.linalg.vecdot(p_rows, z)
+            own = z.gather(1, labels[part].clamp_min(0)[:, None])[:, 0]
+            columns.nll[part] = torch.where(labels[part] >= 0, lse - own, 0.0)
+            if likeliest is not None:
+                chosen = likeliest[at]
+                shares = p_rows.gather(1, chosen)
+                columns.top[part] = shares.sum(-1) * lse - (shares * z.gather(1, chosen)).sum(-1)
+            q = z.sub_(lse[:, None]).exp_()
+            columns.alpha[part] = torch.minimum(p_rows, q).sum(-1)
+        columns = columns._replace(kl=columns.ce - entropy[where])
+        return cls(states, kept, logits, p, where, labels, likeliest, columns)
 
     def gradient(self, slopes: Slopes, head: DraftHead) -> Tensor:
         """d(loss)/d(states @ weight.T) [R, Vd]; reuses q's memory."""
-        columns, p_rows = self.columns, self.p[self.where]
+        for part in _parts(self.q):
+            self._slopes(part, Slopes(*(None if t is None else t[part] for t in slopes)), head)
+        return self.q
+
+    def _slopes(self, part: slice, slopes: Slopes, head: DraftHead) -> None:
+        """Put the gradient of some rows in the place of their q."""
+        at, labels, q = self.where[part], self.labels[part], self.q[part]
+        p_rows, mass = self.p[at], self.columns.mass[part]
         a = slopes.ce if slopes.kl is None else slopes.kl if slopes.ce is None else slopes.ce + slopes.kl
-        whole = torch.zeros_like(columns.ce) if a is None else a * columns.mass  # what q is multiplied with
+        whole = torch.zeros_like(mass) if a is None else a * mass  # what q is multiplied with
         single: list[tuple[Tensor, Tensor]] = []  # weights of a few tokens of each row: [R, n] draft ids and values
         if slopes.nll is not None:
-            own = torch.where(self.labels >= 0, slopes.nll, 0.0)
-            single.append((self.labels.clamp_min(0)[:, None], own[:, None]))
+            own = torch.where(labels >= 0, slopes.nll, 0.0)
+            single.append((labels.clamp_min(0)[:, None], own[:, None]))
         if slopes.top is not None and self.likeliest is not None:
-            chosen = self.likeliest[self.where]
+            chosen = self.likeliest[at]
             single.append((chosen, p_rows.gather(1, chosen) * slopes.top[:, None]))
         for _, values in single:
             whole = whole + values.sum(-1)
         if slopes.alpha is None:
-            grad = self.q.mul_(whole[:, None])
+            grad = q.mul_(whole[:, None])
         else:
-            below = (self.q < p_rows).to(self.q.dtype)
-            whole = whole - slopes.alpha * torch.linalg.vecdot(self.q, below)
-            grad = self.q.mul_(below.mul_(slopes.alpha[:, None]).add_(whole[:, None]))
+            below = (q < p_rows).to(q.dtype)
+            whole = whole - slopes.alpha * torch.linalg.vecdot(q, below)
+            grad = q.mul_(below.mul_(slopes.alpha[:, None]).add_(whole[:, None]))
         if a is not None:
             grad.addcmul_(p_rows, a[:, None], value=-1)
         for ids, values in single:
             grad.scatter_add_(1, ids, -values)
         if head.softcap and self.logits is not None:  # slope of softcap * tanh(z / softcap)
-            grad.mul_(1 - (self.logits / head.softcap).square_())
-        return grad.mul_(head.scale) if head.scale != 1.0 else grad
+            grad.mul_(1 - (self.logits[part] / head.softcap).square_())
+        if head.scale != 1.0:
+            grad.mul_(head.scale)
+
+
+def _parts(table: Tensor) -> list[slice]:
+    """A few rows of [R, Vd] at a time."""
+    rows = max(1, NUMBERS_AT_ONCE // table.shape[1])
+    return [slice(begin, begin + rows) for begin in range(0, table.shape[0], rows)]

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.optim import Optimizer
 
 from conf.cli import entry
 from conf.schema import Config
@@ -43,31 +44,28 @@ from train.joint import JointTraining
 from train.optim import build_optimizer
 from train.strategy import PRECISIONS, pick_precision
 
-STEPS = 2
-WARM_UP = 64  # tokens of a step before: it makes the optimizer's state
+WARM_UP = 64  # tokens of the step before the one that is measured: it makes the optimizer's state
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes at the peak of a step, and of them the gradients; seconds of a step; the loss of the first."""
+    """Of one step: bytes at the peak, bytes of all gradients (not all of them are there at the peak), seconds by the
+    clock and of processor time, and the mean loss."""
 
     peak: int
     gradients: int
     seconds: float
+    processor: float
     loss: float
 
 
 def measure(cfg: Config) -> Measured:
-    """Steps of this process: what is resident must be its own doing."""
+    """A step in this process, of which nothing else may be running."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     device, dtype = pick_device(cfg.device), PRECISIONS[pick_precision(cfg.train.precision, cfg.device)]
-    module, frozen, optimizer = build(cfg, device, dtype)
-    t = cfg.train
-    more = (t.depth_keep, t.top_k, t.top_k_weight, t.lk_eta)
-    objective = Objective(t.loss, t.depth_weights, t.decay, t.chunk, *more)
-    joint = {"lm_weight": 1.0, "draft_weight": cfg.joint.weight} if cfg.joint.backbone != "none" else {}
-    spec = TrainSpec(objective, t.depths, recompute=t.recompute, **joint)
+    module, drafter, frozen, optimizer = build(cfg, device, dtype)
+    spec = spec_of(cfg)
 
     def step(batch: Batch) -> float:
         with torch.autocast(device, dtype, enabled=dtype is not None):
@@ -75,47 +73,55 @@ def measure(cfg: Config) -> Measured:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
-    taps = next(m for m in module.modules() if isinstance(m, Drafter)).tap_ids
-    step(random_batch(frozen, [WARM_UP], len(taps), dtype))
-    batch = random_batch(frozen, lengths(cfg), len(taps), dtype)
+    step(random_batch(frozen, [WARM_UP], len(drafter.tap_ids), dtype))
+    batch = random_batch(frozen, lengths(cfg), len(drafter.tap_ids), dtype)
     held = sum(getattr(batch, field.name).nbytes for field in fields(batch))
     before, peak = watch_memory(device)
-    began = time.perf_counter()
-    losses = [step(batch) for _ in range(STEPS)]
-    seconds = (time.perf_counter() - began) / STEPS
+    clock, processor = time.perf_counter(), time.process_time()
+    loss = step(batch)
+    taken = time.perf_counter() - clock, time.process_time() - processor
     gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    return Measured(peak() - before + held, gradients, seconds, losses[0])
+    return Measured(peak() - before + held, gradients, *taken, loss)
 
 
-def build(cfg: Config, device: str, dtype: torch.dtype | None) -> tuple[nn.Module, FrozenTarget, torch.optim.Optimizer]:
-    """What is trained, the target's tables, and the optimizer, as in a run of its own."""
+def spec_of(cfg: Config) -> TrainSpec:
+    """What the trainer would ask for in a step."""
+    t, joint = cfg.train, cfg.joint.backbone != "none"
+    more = (t.depth_keep, t.top_k, t.top_k_weight, t.lk_eta)
+    objective = Objective(t.loss, t.depth_weights, t.decay, t.chunk, *more)
+    weights = (1.0, cfg.joint.weight) if joint else (0.0, 1.0)
+    return TrainSpec(objective, t.depths, lm_weight=weights[0], draft_weight=weights[1], recompute=t.recompute)
+
+
+def build(cfg: Config, device: str, dtype: torch.dtype | None) -> tuple[nn.Module, Drafter, FrozenTarget, Optimizer]:
+    """The module that is trained, the drafter in it, the target's tables, and the optimizer."""
     files = open_target(vars(cfg.target))
     frozen = load_frozen(files.folder).to(device, dtype if device == "cuda" else None)
     options = {key: value for key, value in cfg.drafter.items() if key != "_target_"}
-    cls = drafter_class(str(cfg.drafter["_target_"]))
-    generator = torch.Generator().manual_seed(cfg.seed)
-    chosen = torch.randperm(frozen.vocab_size, generator=generator)[: options.pop("draft_vocab_size", None)]
+    cls, size = drafter_class(str(cfg.drafter["_target_"])), options.pop("draft_vocab_size", None)
+    chosen = torch.randperm(frozen.vocab_size, generator=torch.Generator().manual_seed(cfg.seed))[:size]
     if "seed" in inspect.signature(cls.create).parameters:
         options["seed"] = cfg.seed
     vocab = DraftVocab(chosen.sort().values, frozen.vocab_size)
     drafter = cls.create(frozen, vocab, files.tap_ids, **options).to(device)
     drafter.check_depths(cfg.train.depths)
     if cfg.joint.backbone == "none":
-        return drafter.train(), frozen, build_optimizer(drafter, cfg.optim)
+        return drafter.train(), drafter, frozen, build_optimizer(drafter, cfg.optim)
     how = {key: getattr(cfg.target, key) for key in ("dtype", "trust_remote_code", "quantize")}
-    model = JointTraining.of(
-        Target.load(str(files.folder), taps=files.tap_ids, device=device, **how), drafter, cfg.joint
-    )
-    backbone = model.model.trained_backbone()
-    return model.model.train(), frozen, build_optimizer(drafter, cfg.optim, backbone=backbone, backbone_lr=cfg.joint.lr)
+    target = Target.load(str(files.folder), taps=files.tap_ids, device=device, **how)
+    model = JointTraining.of(target, drafter, cfg.joint).model
+    both = build_optimizer(drafter, cfg.optim, backbone=model.trained_backbone(), backbone_lr=cfg.joint.lr)
+    return model.train(), drafter, frozen, both
 
 
 def lengths(cfg: Config) -> list[int]:
     """Tokens of the documents that fill a bin."""
-    size, longest = cfg.train.bin_tokens, min(cfg.data.max_length, cfg.train.bin_tokens)
-    return [longest] * (size // longest) + ([size % longest] if size % longest else [])
+    size = cfg.train.bin_tokens
+    longest = min(cfg.data.max_length, size)
+    rest = size % longest
+    return [longest] * (size // longest) + [rest] * bool(rest)
 
 
 def random_batch(frozen: FrozenTarget, lengths: list[int], taps: int, dtype: torch.dtype | None) -> Batch:
@@ -153,7 +159,7 @@ def watch_memory(device: str) -> tuple[int, Callable[[], int]]:
 
 
 def apart(cfg: Config) -> Measured:
-    """:func:`measure` in a fresh process. Raises EyasError if that one dies."""
+    """:func:`measure` in a fresh process. Raises its EyasError, or one of its own if the process dies."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_measure_and_send, args=(cfg, send))
@@ -162,24 +168,24 @@ def apart(cfg: Config) -> Measured:
     try:
         found: Any = receive.recv()
     except EOFError:
-        raise EyasError(f"train.bin_tokens={cfg.train.bin_tokens}: a step died (out of memory?)") from None
+        raise EyasError(f"train.bin_tokens={cfg.train.bin_tokens}: the step died (out of memory?)") from None
     finally:
         process.join()
-    if isinstance(found, Exception):
-        raise found
-    return found  # type: ignore[no-any-return]
+    if isinstance(found, Measured):
+        return found
+    raise EyasError(found)
 
 
 def _measure_and_send(cfg: Config, send: Connection) -> None:
     try:
         send.send(measure(cfg))
     except EyasError as error:
-        send.send(error)
+        send.send(str(error))
 
 
 @entry("memory")
 def main(cfg: Config) -> None:
-    table = Table("recompute", "peak above weights, GiB", "of it gradients", "s a step", "tokens/s", "loss")
+    table = Table("recompute", "GiB above weights", "of which gradients", "seconds", "processor", "tokens/s", "loss")
     for recompute in (False, True):
         found = apart(replace(cfg, train=replace(cfg.train, recompute=recompute)))
         table.add_row(
@@ -187,13 +193,13 @@ def main(cfg: Config) -> None:
             f"{found.peak / 2**30:.2f}",
             f"{found.gradients / 2**30:.2f}",
             f"{found.seconds:.1f}",
+            f"{found.processor:.1f}",
             f"{cfg.train.bin_tokens / found.seconds:,.0f}",
             f"{found.loss:.6f}",
         )
-    sizes = lengths(cfg)
-    told = f"{len(sizes)} documents, the longest of {sizes[0]:,}" if len(sizes) > 1 else f"a document of {sizes[0]:,}"
-    Console().print(f"{told} tokens; {cfg.train.depths} depths")
-    Console().print(table)
+    documents = ", ".join(f"{size:,}" for size in lengths(cfg))
+    precision = pick_precision(cfg.train.precision, cfg.device)
+    Console().print(f"one step of {cfg.train.depths} depths in {precision}, documents of {documents} tokens", table)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
@@ -133,21 +132,21 @@ class Trial:
         self.tolerance = TOLERANCES["elastic" if label == "elastic" else self.order[0].strategy.rstrip("123")]
 
     def unbroken(self) -> None:
-        """Train without a kill, and note how long each phase lasts. Raises EyasError with what the command said."""
+        """Train without a kill, and note how long each phase lasts at first. Raises EyasError with what the command said."""
         folder = self.folder / "whole"
         shutil.rmtree(folder, ignore_errors=True)
-        spans: dict[str, list[float]] = {}
+        spans: dict[str, float] = {}
         with self.order[0].job(folder, self.folder / "whole.log", self.overrides) as job:
             watch, now, began = Watch(job, folder), "start", time.monotonic()
             while job.running:
                 if (phase := watch.phase()) != now:
-                    spans.setdefault(now, []).append(time.monotonic() - began)
+                    spans.setdefault(now, time.monotonic() - began)
                     now, began = phase, time.monotonic()
                 time.sleep(POLL)
             code, said = job.wait(PATIENCE), job.output()
         if code:
             raise EyasError(f"{self.label}: {last_words(said)}")
-        self.record.durations = {phase: statistics.median(found) for phase, found in spans.items()}
+        self.record.durations = spans
         if unseen := [phase for phase in PHASES if phase not in spans]:
             raise EyasError(f"{self.label}: never seen in {', '.join(unseen)}; has the log changed?")
 

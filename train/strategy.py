@@ -32,6 +32,7 @@ from models.objective import Score
 from train.optimizer_state import OptimizerStates, State
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
+LOCAL_RANK = "LOCAL_RANK"
 # The last resort: long before, the watchdog (train/watchdog.py) names the process that is missing.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 
@@ -51,6 +52,8 @@ def pick_precision(precision: str, device: str) -> str:
 def build_accelerator(device: str = "auto") -> Accelerator:
     """The processes of this run: one, or one of ``WORLD_SIZE`` started by torchrun or accelerate."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 and "RANK" not in os.environ:
+        os.environ.pop(LOCAL_RANK, None)  # DeepSpeed's, of a run before this one; it would mean several processes
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # `strategy` decides, not how the processes were started
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # as train.precision does
     _forget_previous_run(keep_processes=world > 1)

@@ -30,7 +30,7 @@ from models.frozen import FrozenTarget
 from models.objective import Score
 from train.deepspeed_config import check_accepted, check_installed, deepspeed_config
 from train.optimizer_state import OptimizerStates, State
-from train.strategy import COLLECTIVE_TIMEOUT, Pass, Strategy
+from train.strategy import COLLECTIVE_TIMEOUT, LOCAL_RANK, Pass, Strategy
 
 
 class LossFirst(nn.Module):
@@ -242,5 +242,6 @@ def start_engine(module: nn.Module, optimizer: Optimizer, config: dict[str, Any]
         backend = "gloo" if on_cpu else "nccl"
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+    os.environ.setdefault(LOCAL_RANK, "0")  # asked for now and later
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     return engine
