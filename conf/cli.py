@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from conf import CONF_DIR, PRIMARY
-from conf.explain import MISTAKES, check_arguments, explain, of_the_disk
+from conf.explain import MISTAKES, check_arguments, explain, of_the_disk, text_keys
 from conf.rules import MEASURING, RESERVED_NAMES
 from conf.schema import Config
 from conf.validate import resolve
@@ -35,6 +36,7 @@ from models.visible import visible
 from train.signals import leaving, raising, told_of
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
+NUMBER = re.compile(r"[+-]?[\d_]*\.?[\d_]*(e[+-]?[\d_]+)?|[+-]?(nan|inf)|true|false", re.IGNORECASE)
 # Hydra's flags that take what stands behind them, and those that only show help
 VALUED = frozenset(("-c", "--cfg", "-p", "--package", "-i", "--info", "-cp", "--config-path", "-cn", "--config-name"))
 VALUED |= {"-cd", "--config-dir", "--experimental-rerun"}
@@ -73,7 +75,7 @@ def entry(
             task.__module__ = job  # Hydra names the job after the module; under ``python -m`` that is __main__
             with plainly():
                 asked, arguments = without_words(sys.argv[1:], words or {})
-                sys.argv[1:] = checked_arguments(spelled_out(arguments, job))
+                sys.argv[1:] = checked_arguments(with_log(as_texts(spelled_out(arguments, job))))
                 if words and asked and not HELPING & set(sys.argv):
                     sys.exit(words[asked](sys.argv[1:]))
                 if sweep and is_plain_sweep(sys.argv[1:]):
@@ -137,6 +139,27 @@ def without_words(arguments: Sequence[str], words: Container[str]) -> tuple[str 
     is_word = [a in words and before not in VALUED for a, before in zip(arguments, behind, strict=False)]
     asked = next((a for a, found in zip(arguments, is_word, strict=True) if found), None)
     return asked, [a for a, found in zip(arguments, is_word, strict=True) if not found]
+
+
+def as_texts(arguments: Sequence[str]) -> list[str]:
+    """Quotes around texts that Hydra would read as numbers: 2026_01_02 as 20260102, 1e3 as 1000.0."""
+    texts = text_keys()
+
+    def quoted(argument: str) -> str:
+        key, _, given = argument.partition("=")
+        return f'{key}="{given}"' if key in texts and given and NUMBER.fullmatch(given) else argument
+
+    return [quoted(argument) for argument in arguments]
+
+
+def with_log(arguments: Sequence[str]) -> list[str]:
+    """Hydra's own folder, where the log lies, is that of the run."""
+    given = [argument.partition("=")[2] for argument in arguments if argument.startswith("output_dir=")]
+    elsewhere = any(argument.startswith(("hydra.run.dir=", "-m", "--multirun")) for argument in arguments)
+    if not given or given[-1] == "null" or elsewhere:
+        return list(arguments)
+    home = re.sub(r"""^(["']?)~(?=/)""", lambda found: found[1] + str(Path.home()), given[-1])
+    return [*arguments, f"hydra.run.dir={home}"]
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ import errno
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
@@ -106,6 +106,19 @@ def several(key: str, value: str) -> str:
         f"{key}: {value!r} is several values: write {key}=[{value}] for a list, '{key}=\"{value}\"' for one text, "
         "or add --multirun to run one after the other"
     )
+
+
+def text_keys(node: Any = Config, prefix: str = "") -> set[str]:
+    """The dotted keys whose value may be a text."""
+    hints = get_type_hints(node)
+    keys: set[str] = set()
+    for item in fields(node):
+        kind, key = hints[item.name], f"{prefix}{item.name}"
+        if is_dataclass(kind):
+            keys |= text_keys(kind, f"{key}.")
+        elif kind is Any or str in (kind, *get_args(kind)) and get_origin(kind) not in (list, dict):
+            keys.add(key)
+    return keys
 
 
 def every_key(node: Any = Config, prefix: str = "") -> list[str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
 LAYERS = ("layers", "h", "blocks")
 NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "final_norm")
@@ -49,6 +50,7 @@ def load_frozen(folder: str | Path, *, dtype: str = "float32", device: str = "cp
     outer = read_config(folder)
     config = plain_config(outer, folder)
     weights = WeightFiles(folder)
+    check_stored(weights, config)
 
     def read(name: str) -> Tensor:
         return weights.read(name).to(device, DTYPES[dtype])
@@ -73,6 +75,24 @@ def load_frozen(folder: str | Path, *, dtype: str = "float32", device: str = "cp
         layer={key: read(full) for key, full in _last_layer(weights, prefix, config).items()},
         folder=folder,
     )
+
+
+def check_stored(weights: WeightFiles, config: Mapping[str, Any]) -> None:
+    """Raise EyasError for weights that are stored as something else than their values (int8 or fp8 beside scales).
+
+    Layers may be, where the config says how; embedding and head are read as they are.
+    """
+    quantised = bool(config.get("quantization_config"))
+    for path in weights.files:
+        for name, entry in read_header(path)[0].items():
+            *_, part, kind = ("", *name.split("."))
+            is_read = HEAD.fullmatch(name) or part in EMBEDDINGS
+            if kind == "weight" and entry["dtype"] not in FLOATS and (is_read or not quantised):
+                how = "" if quantised else ", and its config does not tell how"
+                raise EyasError(
+                    f"target.path={weights.folder}: {name} is stored as {entry['dtype']}, not as its values{how}; give "
+                    "the unquantised model (target.quantize makes that small)"
+                )
 
 
 def assemble(

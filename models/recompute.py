@@ -7,9 +7,12 @@ change nothing but what it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 Made = TypeVar("Made")
@@ -28,3 +31,23 @@ def plainly(part: Callable[..., Made], *args: Any) -> Made:
 def again(part: Callable[..., Made], *args: Any) -> Made:
     made: Made = checkpoint(part, *args, use_reentrant=False)
     return made
+
+
+@contextmanager
+def layers_by(run: Run, layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let ``run`` call the forwards of these layers, inside their hooks: what watches a layer sees it run once."""
+
+    def by_run(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: run(partial(forward, **kwargs), *args)
+
+    chosen: list[nn.Module] = [] if run is plainly else list(layers)
+    own = [vars(layer).get("forward") for layer in chosen]  # set by libraries that place layers on devices
+    for layer in chosen:
+        layer.forward = by_run(layer.forward)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(chosen, own, strict=True):
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward

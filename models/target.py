@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,9 @@ from models.load_frozen import (
     DTYPES,
     LAYERS,
     NORMS,
+    WeightFiles,
     assemble,
+    check_stored,
     config_eos_ids,
     fingerprint,
     logit_transform,
@@ -35,7 +36,7 @@ from models.load_frozen import (
 from models.packed import pack_linears
 from models.pypi import resolve
 from models.quantize import check_head, loading_options
-from models.recompute import Run, plainly
+from models.recompute import Run, layers_by, plainly
 from models.taps import check_taps, default_taps
 
 LOGITS_AT_ONCE = 1 << 24  # logits in memory at a time when scoring many tokens (64 MiB of float32)
@@ -121,6 +122,8 @@ class Target:
         if taps is not None:
             check_taps(taps, int(config.get_text_config(decoder=True).num_hidden_layers))  # before the long load
         options = loading_options(quantize, DTYPES[dtype], device, config)
+        if any(folder.glob("*.safetensors")):  # what has none is told when it is loaded
+            check_stored(WeightFiles(folder), plain_config(config, folder))
         tokenizer = load_tokenizer(folder, trust_remote_code, chat_template)
         model: Any = _load_model(folder, dtype, trust_remote_code, **options)
         if not options:
@@ -196,7 +199,7 @@ class Target:
             return torch.cat([taps for taps, _ in found]), torch.cat([final for _, final in found])
         lengths = torch.tensor([row.numel() for row in ids], device=self.device)
         padded = pad_sequence([row.to(self.device, torch.int64) for row in ids], batch_first=True)
-        with self._layers_by(run):
+        with layers_by(run, self._layers):
             taps, final = self._forward(padded)
         inside = torch.arange(padded.shape[1], device=self.device) < lengths[:, None]
         return taps[inside], final[inside]
@@ -242,25 +245,6 @@ class Target:
             options = {"use_cache": False} | extra
             final = self._decoder(input_ids=input_ids, **options).last_hidden_state
         return torch.cat([states[i] for i in self.tap_ids] or [final[..., :0]], -1), final
-
-    @contextmanager
-    def _layers_by(self, run: Run) -> Iterator[None]:
-        """Let ``run`` call the decoder layers, inside their hooks: a layer that runs again is not tapped again."""
-
-        def by_run(forward: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: run(partial(forward, **kwargs), *args)
-
-        layers: list[nn.Module] = [] if run is plainly else list(self._layers)
-        own = [vars(layer).get("forward") for layer in layers]  # set by libraries that place layers on devices
-        for layer in layers:
-            layer.forward = by_run(layer.forward)
-        try:
-            yield
-        finally:
-            for layer, forward in zip(layers, own, strict=True):
-                del layer.forward
-                if forward is not None:
-                    layer.forward = forward
 
     @contextmanager
     def _tapped(self) -> Iterator[dict[int, Tensor]]:

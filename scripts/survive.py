@@ -132,7 +132,8 @@ class Trial:
         self.tolerance = TOLERANCES["elastic" if label == "elastic" else self.order[0].strategy.rstrip("123")]
 
     def unbroken(self) -> None:
-        """Train without a kill, and note how long each phase lasts at first. Raises EyasError with what the command said."""
+        """Train without a kill, and note how long each phase lasts at first. Raises EyasError with the command's own
+        message."""
         folder = self.folder / "whole"
         shutil.rmtree(folder, ignore_errors=True)
         spans: dict[str, float] = {}
@@ -178,7 +179,7 @@ class Trial:
         """Kill a process of the job in the phase that comes next in the plan: which one, or None if it ended before."""
         phase, duration = self.record.planned[0], self.record.durations[self.record.planned[0]]
         left = sum(planned in LOOP for planned in self.record.planned)
-        share = generator.random() / max(1, left)  # of what is left of the run, to be trained before
+        share = 0.8 * generator.random() / max(1, left)  # of what is left of the run, to be trained before
 
         def there() -> bool:
             found = watch.phase()

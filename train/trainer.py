@@ -266,7 +266,9 @@ class Trainer:
         if tracker is None:  # not the main process, which now holds the sums of all
             return
         tokens_per_s = self.clock.rate(self.state.tokens)
-        lr = float(self.strategy.param_groups[0]["lr"])
+        groups = self.strategy.param_groups
+        lr = float(groups[0]["lr"])
+        row |= {"lr_target": next(group["lr"] for group in groups if group["backbone"])} if self.joint else {}
         row |= {"lr": lr, "epoch": self.plan.epoch(self.state.step)}
         row |= {"tokens": self.state.tokens, "supervised": self.state.supervised}
         row |= {"tokens_per_s": tokens_per_s, "seconds": self.clock.seconds()}
