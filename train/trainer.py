@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -370,17 +370,10 @@ class Trainer:
             if tracker is not None:
                 tracker.close()
 
-    @contextmanager
-    def _documents(self) -> Iterator[DocumentLog | None]:
+    def _documents(self) -> AbstractContextManager[DocumentLog | None]:
         """Where this process notes what it reads, if it is to."""
-        if not self.cfg.train.log_documents:
-            yield None
-            return
-        notes = DocumentLog(self.run_dir, self.accelerator.process_index, self.accelerator.num_processes)
-        try:
-            yield notes
-        finally:
-            notes.close()
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        return closing(DocumentLog(self.run_dir, rank, world)) if self.cfg.train.log_documents else nullcontext()
 
     def _fitted(self) -> Fitted:
         best = self.state.best
