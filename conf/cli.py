@@ -32,8 +32,9 @@ from conf.rules import MEASURING, RESERVED_NAMES
 from conf.schema import Config
 from conf.validate import resolve
 from models.errors import EyasError
+from models.launch import launched, rank, world
+from models.signals import leaving, raising, told_of
 from models.visible import visible
-from train.signals import leaving, raising, told_of
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 NUMBER = re.compile(r"[+-]?[\d_]*\.?[\d_]*(e[+-]?[\d_]+)?|[+-]?(nan|inf)|true|false", re.IGNORECASE)
@@ -43,7 +44,6 @@ VALUED |= {"-cd", "--config-dir", "--experimental-rerun"}
 HELPING = frozenset(("-h", "--help", "--hydra-help"))
 USER_MISTAKE = 2
 COMPARED = "compared"  # name of a measurement of several drafters, or of one that is no run
-INTERRUPTED = 130  # by Ctrl-C
 ONE_PROCESS = "--multirun: a sweep runs in one process; start its runs one by one for several"
 
 log = logging.getLogger(__name__)
@@ -90,13 +90,13 @@ def entry(
 
 def prepare(composed: DictConfig, job: str) -> Config:
     """The checked configuration of this job; what it leaves doubtful goes to the log."""
-    if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+    if launched() and world() > 1:
         if job not in ("train", "eval"):
             raise EyasError(f"{job}: runs in one process; only train and eval run in several")
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise EyasError(ONE_PROCESS)
     cfg, notes = resolve(composed, job, list(HydraConfig.get().overrides.task))
-    if process_rank():
+    if rank():
         logging.getLogger().setLevel(logging.WARNING)  # every process writes to the same log: one tells the story
         return cfg
     for note in notes:
@@ -194,14 +194,14 @@ def told_plainly(job: str) -> Iterator[None]:
                 leave(explain(interrupt.__context__))
             leaving()
             message, code = told_of(interrupt, "starts again" if job in MEASURING else "continues where it stopped")
-            if not process_rank():
+            if not rank():
                 print(message, file=sys.stderr)
             sys.exit(code)
 
 
 def leave(message: str) -> NoReturn:
     leaving()
-    where = f"[rank {process_rank()}] " if "RANK" in os.environ else ""
+    where = f"[rank {rank()}] " if launched() else ""
     print(f"{where}error: {visible(message)}", file=sys.stderr)
     sys.exit(USER_MISTAKE)
 
@@ -217,8 +217,3 @@ def exceptions_from_hydra() -> Iterator[None]:
         os.environ.pop(FULL_ERROR)
         if before is not None:
             os.environ[FULL_ERROR] = before
-
-
-def process_rank() -> int:
-    """This process's rank as the launcher tells it; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))

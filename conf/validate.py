@@ -13,6 +13,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from conf.deepspeed import STAGES, check_installed, deepspeed_config
 from conf.explain import every_key, unknown
 from conf.options import check_drafter, method_of
 from conf.rules import (
@@ -33,7 +34,7 @@ from conf.schema import Config
 from conf.values import drafters, expand, is_folder, packaged, refuse, typed_keys, value
 from data.chats.rows import inputs_of
 from models.errors import EyasError
-from train.deepspeed_config import STAGES, check_installed, deepspeed_config
+from models.launch import world
 
 
 def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -70,7 +71,7 @@ def resolve(composed: DictConfig, job: str, overrides: Sequence[str] = ()) -> tu
     if job == "train" and cfg.drafter_path is not None:
         found.append("drafter_path has no effect on train, which measures its own drafter; see train.init_from")
     if job == "train":
-        found += idle(cfg)
+        found += idle_processes(cfg)
     return cfg, found
 
 
@@ -104,7 +105,7 @@ def check_late_inputs(cfg: Config, job: str) -> None:
     needed = {"train.init_from": cfg.train.init_from} if job == "train" else {}
     if job == "train" and cfg.strategy.name in STAGES:
         check_installed()
-        deepspeed_config(cfg.strategy, cfg.optim, processes())
+        deepspeed_config(cfg.strategy, cfg.optim, world())
     if job in (*MEASURING, "export"):
         check_drafters(cfg, job)
     if job in ("train", *MEASURING) and cfg.verify.tree not in TREES:
@@ -299,19 +300,14 @@ def notes(cfg: Config, overrides: Sequence[str]) -> list[str]:
     return found
 
 
-def processes() -> int:
-    """How many processes the launcher has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def idle(cfg: Config) -> list[str]:
+def idle_processes(cfg: Config) -> list[str]:
     """A note if a step has fewer bins than there are processes."""
-    bins, world = cfg.train.bins_per_step, processes()
-    if bins >= world:
+    bins, size = cfg.train.bins_per_step, world()
+    if bins >= size:
         return []
     return [
-        f"train.bins_per_step={bins} leaves {world - bins} of {world} processes nothing to do; with {world} bins of "
-        f"train.bin_tokens={max(1, cfg.train.bin_tokens * bins // world)} a step takes as many tokens as now"
+        f"train.bins_per_step={bins} leaves {size - bins} of {size} processes nothing to do; with {size} bins of "
+        f"train.bin_tokens={max(1, cfg.train.bin_tokens * bins // size)} a step takes as many tokens as now"
     ]
 
 

@@ -141,7 +141,7 @@ class Inputs:
         folder = self.folder(examples)
         whole, missing = WHOLE.format(folder.name), f"{folder.name}-missing"
         if stage.rank and stage.hear_one_of(whole, missing) == whole:
-            return FeatureStore.open(folder, key=folder.name, tick=stage.moved)
+            return FeatureStore.open(folder, key=folder.name, tick=stage.moved, remember=False)
         if stage.rank == 0:
             if FeatureStore.is_complete(folder, folder.name):
                 try:

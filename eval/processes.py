@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from models.device import pick_device
+from models.launch import local_rank, world
 
 T = TypeVar("T")
 
@@ -45,12 +45,12 @@ class Processes:
 @contextmanager
 def launched(device: str) -> Iterator[Processes]:
     """The processes that a launcher started, each with a device of its own; one alone without a launcher."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = world()
     if size == 1:
         yield Processes()
         return
     if pick_device(device) == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank())
     dist.init_process_group("gloo")  # what is exchanged are Python objects in host memory
     try:
         yield Processes(dist.get_rank(), size)

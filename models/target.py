@@ -191,10 +191,15 @@ class Target:
         parts = (taps, final, *self.score(final))
         return [Features(*row) for row in zip(*(part.split(lengths) for part in parts), strict=True)]
 
+    @property
+    def runs_row_by_row(self) -> bool:
+        """Whether its positions turn with the length of a text, so that texts can't be read together."""
+        return self._rope_type in LENGTH_DEPENDENT_ROPE
+
     def live(self, ids: Sequence[Tensor], run: Run = plainly) -> tuple[Tensor, Tensor]:
         """Taps [N, A*H] and final states [N, H] of rows of token ids, back to back; with gradient, where it is enabled
         and the weights are trained (models/joint.py). ``run`` calls the decoder layers."""
-        if len(ids) > 1 and self._rope_type in LENGTH_DEPENDENT_ROPE:
+        if len(ids) > 1 and self.runs_row_by_row:
             found = [self.live([row], run) for row in ids]
             return torch.cat([taps for taps, _ in found]), torch.cat([final for _, final in found])
         lengths = torch.tensor([row.numel() for row in ids], device=self.device)

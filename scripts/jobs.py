@@ -38,6 +38,7 @@ class Job:
     def __init__(self, arguments: Sequence[str], folder: Path, log: Path, env: Mapping[str, str] | None = None) -> None:
         self.log, self._mark = log, uuid.uuid4().hex
         self.launched = LAUNCHER in arguments
+        self._known: list[psutil.Process] = []  # found by the last search
         self._from = log.stat().st_size if log.exists() else 0
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", MARK: self._mark}
@@ -72,7 +73,8 @@ class Job:
             with suppress(psutil.Error):
                 if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-        return sorted(found, key=lambda process: (process.create_time(), process.pid))
+        self._known = sorted(found, key=lambda process: (process.create_time(), process.pid))
+        return self._known
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The processes that do the work, by rank, as far as they live; without a launcher the command itself is 0."""
@@ -91,13 +93,15 @@ class Job:
     def freeze(self) -> list[psutil.Process]:
         """Stop all of its processes where they are; returns them. See :meth:`thaw`."""
         held: list[psutil.Process] = []
-        while fresh := [process for process in self.members() if process not in held]:
+        fresh = self._known or self.members()  # those known at once: a search takes a while
+        while fresh:
             for process in fresh:
                 with suppress(psutil.Error):
                     process.suspend()
             for process in fresh:
                 _await_stop(process)
             held += fresh
+            fresh = [process for process in self.members() if process not in held]
         return held
 
     def thaw(self) -> None:
@@ -111,7 +115,8 @@ class Job:
             for process in members:
                 with suppress(psutil.Error):
                     process.kill()
-            psutil.wait_procs(members, timeout=5)
+            # The command's own exit code is for its Popen to collect.
+            psutil.wait_procs([process for process in members if process.pid != self.process.pid], timeout=5)
         self.process.wait()
 
     def wait(self, timeout: float) -> int:
@@ -135,8 +140,9 @@ class Job:
         return True
 
 
-def _await_stop(process: psutil.Process, timeout: float = 5.0) -> None:
-    """Signals arrive a little later; what was killed meanwhile counts as stopped."""
+def _await_stop(process: psutil.Process, timeout: float = 1.0) -> None:
+    """Signals arrive a little later; what was killed meanwhile counts as stopped. A process whose child is held before
+    its exec never stops, but does nothing either."""
     end = time.monotonic() + timeout
     with suppress(psutil.Error):
         while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) and time.monotonic() < end:

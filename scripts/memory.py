@@ -63,6 +63,7 @@ def measure(cfg: Config) -> Measured:
     """A step in this process, of which nothing else may be running."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
+    torch.manual_seed(cfg.seed)
     device, dtype = pick_device(cfg.device), PRECISIONS[pick_precision(cfg.train.precision, cfg.device)]
     module, drafter, frozen, optimizer = build(cfg, device, dtype)
     spec = spec_of(cfg)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -19,8 +21,8 @@ from accelerate import Accelerator
 
 import train.watchdog
 from models.errors import EyasError
+from models.signals import Stopped, StopRequest, agreed
 from train.places import Phase
-from train.signals import StopRequest, agreed
 from train.watchdog import Watchdog
 
 ODD = 8
@@ -34,6 +36,8 @@ def main(scenario: str, odd: int, timeout: float) -> None:
         leave_in_both_orders(accelerator, timeout)
     if scenario == "deaf":
         train.watchdog.STOP_GRACE = 1.5
+    if scenario == "early" and rank == odd:
+        raise EyasError("there is no target")
     with StopRequest() as stop, Watchdog(accelerator, timeout, stop) as watchdog:
         print(f"rank {rank} is {os.getpid()}", flush=True)
         step = number = 0
@@ -47,7 +51,10 @@ def main(scenario: str, odd: int, timeout: float) -> None:
             said = torch.tensor(stop.said, dtype=torch.int32)
             dist.all_reduce(said, dist.ReduceOp.MAX)
             number = agreed([bool(one) for one in said])
-    print(f"left at step {step} by signal {number}", flush=True)
+            if scenario == "late" and step == ODD:
+                fail_alike(watchdog, slow=rank == odd)
+        print(f"left at step {step} by signal {number}", flush=True)
+        raise Stopped(number, step)
 
 
 def act(scenario: str, watchdog: Watchdog) -> None:
@@ -62,6 +69,15 @@ def act(scenario: str, watchdog: Watchdog) -> None:
         print("went on", flush=True)
 
 
+def fail_alike(watchdog: Watchdog, *, slow: bool) -> NoReturn:
+    """As all processes do where they find the same; the main one closes its trackers on the way."""
+    try:
+        raise EyasError("the loss is not finite")
+    finally:
+        watchdog.at(ODD, Phase.ENDING)
+        time.sleep(train.watchdog.GRACE + 2 if slow else 0)
+
+
 def leave_in_both_orders(accelerator: Accelerator, timeout: float) -> None:
     """Whoever stays longer than the time-out would give alarm if it still waited for the other."""
     for first in (0, 1):
@@ -74,7 +90,8 @@ def leave_in_both_orders(accelerator: Accelerator, timeout: float) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+        with suppress(Stopped):
+            main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
     except EyasError as error:
         print(f"told: {error}", file=sys.stderr, flush=True)
         os._exit(2)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from conf.deepspeed import check_accepted, check_installed, deepspeed_config
 from conf.schema import OptimConfig, StrategyConfig
 from models.errors import EyasError
-from train.deepspeed_config import check_accepted, check_installed, deepspeed_config
 
 OPTIM = OptimConfig(lr=2e-4, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=0.25)
 # The file that transformers documents for ZeRO-3, as users have it lying about

@@ -274,6 +274,29 @@ def test_one_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(rows) <= 3 * DEPTHS and sum(rows) == len(states) and len(rows) == math.ceil(len(of.slots) / 3)
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_teachers_rows_are_looked_up_a_few_at_a_time(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a row says does not hang on the rows beside it."""
+    of, rows, minimum = case(), list[int](), torch.minimum
+
+    def spy(p: Tensor, q: Tensor) -> Tensor:
+        rows.append(len(p))
+        return minimum(p, q)
+
+    found = []
+    for numbers in (1 << 24, 3 * 17 + 1):
+        monkeypatch.setattr("models.objective.NUMBERS_AT_ONCE", numbers)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "minimum", spy)
+            states, weight = of.single()
+            score = of.score(Objective(loss, top_k=2), DraftHead(weight, softcap=1.5), states)
+        score.loss_sum.backward()
+        found.append((score.loss_sum, score.ce, score.alpha, score.match, score.mass, states.grad, weight.grad))
+    assert rows[0] == len(of.states) and rows[1:] == [3] * (rows[0] // 3) + [rows[0] % 3] * bool(rows[0] % 3)
+    for whole, parts in zip(*found, strict=True):
+        assert whole is not None and parts is not None and torch.equal(whole, parts)
+
+
 def test_teacher_is_the_full_softmax_not_one_inside_the_draft_vocabulary() -> None:
     frozen, vocab = random_frozen(4), random_vocab(40, 10)
     batch = random_batch(frozen, [6])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from models.batch import Batch
@@ -153,7 +154,7 @@ def test_ddp_finds_its_gradients(folder: Path) -> None:
     model, frozen = joint(folder, "medusa", None)
     spec = spec_for(model.drafter, lm_weight=0.1, recompute=True)
     plain = step(model, tokens(), frozen, spec)[0]
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
         found = step(wrapped, tokens(), frozen, spec)[0]

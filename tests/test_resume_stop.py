@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,21 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.test_trainer import config, make
-from train.signals import Interrupted, Stopped
+from models.drafter import Drafter
+from models.signals import Interrupted, Stopped
+from tests.test_trainer import InMemory, config, make
 from train.tracking import CLOCKED, METRICS, read_metrics
 from train.trainer import Trainer
 
 
 def outcome(run: Path, step: int) -> dict[str, Any]:
     last = run / f"checkpoints/step_{step:08d}"
-    rows = [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_metrics(run / METRICS)]
-    best = (run / "best.json").read_text()
+    state = json.loads((last / "state.json").read_text())
+    del state["seconds"]
     return {
-        "rows": rows,
-        "best": best,
-        **load_file(last / "model.safetensors"),
-        "o": load_file(last / "optimizer-00001.safetensors"),
+        "rows": [{k: v for k, v in row.items() if k not in CLOCKED} for row in read_metrics(run / METRICS)],
+        "best": (run / "best.json").read_text(),
+        "state": state,
+        "weights": load_file(last / "model.safetensors"),
+        "optimizer": load_file(last / "optimizer-00001.safetensors"),
     }
 
 
@@ -75,6 +79,26 @@ def test_asked_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: s
         assert (run / f"checkpoints/step_{step:08d}").exists()
         assert not [row for row in read_metrics(run / METRICS, "valid") if row["step"] == step]
         make(run, cfg).fit()
+    assert same(outcome(run, 6), outcome(tmp_path / "whole", 6))
+    finished = make(run, cfg)
+    monkeypatch.setattr(finished, "_set_up", lambda _: pytest.fail("a finished run is taken up again"))
+    finished.fit()
+
+
+def test_asked_to_stop_while_tau_is_measured(tmp_path: Path) -> None:
+    """The measurement is broken off, the step saved, and measured when the run goes on."""
+    cfg = config(steps=6, save_every=6, eval_every=3, save_minutes=0.0, tau="measured")
+    run, taus = tmp_path / "run", iter([1.3, 1.4])
+
+    def interrupted(drafter: Drafter) -> float:
+        signal.raise_signal(signal.SIGTERM)
+        return 9.9
+
+    make(tmp_path / "whole", cfg, measure=lambda _: next(taus)).fit()
+    with pytest.raises(Stopped, match="step 3 is saved"):
+        make(run, cfg, measure=interrupted).fit()
+    taus = iter([1.3, 1.4])
+    make(run, cfg, measure=lambda _: next(taus)).fit()
     assert same(outcome(run, 6), outcome(tmp_path / "whole", 6))
 
 
@@ -137,3 +161,41 @@ def test_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(Interrupted):
         trainer.fit()
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_held_out_set_without_a_slot_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = make(tmp_path, config(steps=2))
+    assert trainer.valid_source is not None
+    valid = InMemory(trainer.frozen, [3, 4], seed=7)
+    given: dict[str, Any] = {"train": trainer.train_source, "valid": valid, "content": {"features": "a"}}
+    again = Trainer(trainer.cfg, tmp_path, trainer.accelerator, trainer.drafter, trainer.frozen, **given)
+    assert again.fit().best is None
+    assert "no held-out document has a slot" in caplog.text
+
+
+def test_a_best_checkpoint_that_is_gone_is_sought_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest checkpoint was the best and is damaged; the one before it names a best that was pruned meanwhile."""
+    cfg = config(steps=6, save_every=1, eval_every=2, keep_last=2)
+    first = make(tmp_path, cfg).fit()
+    newest, before = (tmp_path / f"checkpoints/step_0000000{step}" for step in (6, 5))
+    state = json.loads((before / "state.json").read_text())
+    state["best"] = {"step": 1, "chain": 4, "by": "simulated", "tau_t0": 99.0, "tau_t1": 99.0}
+    (before / "state.json").write_text(json.dumps(state))
+    (newest / "model.safetensors").write_bytes(b"torn")
+    with caplog.at_level(logging.WARNING):
+        again = make(tmp_path, cfg).fit()
+    assert "the best checkpoint so far is missing or damaged" in caplog.text
+    assert again.best is not None and again.best["step"] == 6 and again.checkpoint == newest and first.steps == 6
+
+
+def test_a_save_that_fails_leaves_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path, config(steps=2, save_every=1))
+
+    def full(folder: Path, states: Any) -> None:
+        (folder / "optimizer-00001.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("train.checkpoint.write_states", full)
+    with pytest.raises(OSError, match="No space"):
+        trainer.fit()
+    assert not list((tmp_path / "checkpoints").iterdir())

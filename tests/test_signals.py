@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from train.signals import Interrupted, Stopped, agreed, told_of
+from models.signals import Interrupted, Stopped, agreed, raise_again, raising, told_of
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 120  # seconds for what takes a few on an idle machine
@@ -20,8 +20,7 @@ READY = "print('ready', flush=True)"
 LOOP = f"""
 import signal, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
-from train.signals import Interrupted, StopRequest
-began = time.monotonic()
+from models.signals import Interrupted, Stopped, StopRequest
 before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 try:
     with StopRequest() as stop:
@@ -30,6 +29,8 @@ try:
             time.sleep(0.01)
         print('asked by', stop.number, stop.said, flush=True)
         sys.stdin.readline()
+        raise Stopped(stop.number, 7)
+except Stopped:
     print('left')
 except Interrupted as interrupt:
     print('aborted by', interrupt.number)
@@ -41,7 +42,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import conf.cli
 from conf.cli import entry, told_plainly
 from models.errors import EyasError
-from train.signals import Stopped
+from models.signals import Stopped
 
 def run(cfg):
     try:
@@ -144,6 +145,45 @@ def test_all_processes_leave_by_the_same_signal() -> None:
     assert agreed([True, True]) == 2  # one process got the one, another the other
 
 
+WITHIN = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from models.errors import EyasError
+from models.signals import Interrupted, Stopped, StopRequest, raising
+{READY}
+case = sys.stdin.readline().strip()
+with raising():
+    try:
+        with StopRequest() as stop:
+            if case != 'unasked':
+                signal.raise_signal(signal.SIGTERM)
+            if case == 'stopped':
+                raise Stopped(stop.number, 7)
+            if case == 'failed':
+                raise EyasError('the loss is not finite')
+        print('evaluating')
+        signal.raise_signal(signal.SIGTERM)
+    except (Interrupted, EyasError) as error:
+        signal.raise_signal(signal.SIGTERM)  # while it is being told
+        print('told:', error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("stopped", "told: SIGTERM: step 7 is saved; the same command continues from there\n"),
+        ("failed", "told: the loss is not finite\n"),
+        ("too late", "told: SIGTERM\n"),  # no step was left to stop after: what comes next isn't begun
+        ("unasked", "evaluating\ntold: SIGTERM\n"),
+    ],
+)
+def test_the_loop_hands_on_what_asked_it_to_stop(tmp_path: Path, case: str, told: str) -> None:
+    """To the handler outside, which the echo meets."""
+    out, _, code = Script(tmp_path, WITHIN).end(case)
+    assert (out, code) == (told, 0)
+
+
 def test_how_an_interrupt_is_told() -> None:
     assert told_of(Stopped(15, 7), "-") == ("SIGTERM: step 7 is saved; the same command continues from there", 143)
     assert told_of(Stopped(2, 7), "-") == ("SIGINT: step 7 is saved; the same command continues from there", 130)
@@ -197,7 +237,7 @@ def test_a_sweep_passes_a_signal_on_and_waits(tmp_path: Path, number: int) -> No
     sweep = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from train.signals import raising
+from models.signals import raising
 from train.sweep import start_process
 with raising():
     start_process('own_verb', [])
@@ -208,3 +248,20 @@ with raising():
     out, err, code = script.end()
     assert (out, code) == (f"asked by {int(number)} {said}\nleft\nTrue -1\n", 128 + number)
     assert err == SAVING.format(signal.Signals(number).name)
+
+
+def test_an_interrupt_that_a_library_turned_into_its_own_error_comes_back() -> None:
+    """What pybind11 makes of an exception while a compiled module is imported."""
+    with raising():
+        raise_again()
+        try:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except Interrupted:
+                raise ImportError("initialization failed") from None
+        except ImportError:
+            pass
+        with pytest.raises(Interrupted) as again:
+            raise_again()
+    assert again.value.number == signal.SIGTERM
+    raise_again()  # the handlers are gone, and what they saw with them

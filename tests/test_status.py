@@ -21,7 +21,7 @@ from tests.test_trainer import config, fit
 from train import standing as standing_module
 from train.__main__ import main
 from train.standing import standing
-from train.status import in_a_line, run_folder, span, state_of, table
+from train.status import in_a_line, run_folder, state_of, table
 
 ROOT = Path(__file__).parents[1]
 TOTAL = 100
@@ -235,15 +235,6 @@ def test_files_of_a_real_run(tmp_path: Path) -> None:
     seconds = [one["seconds"] for one in found.rows]
     assert [one["step"] for one in found.rows] == [2, 4, 5] and 0 < seconds[0] < seconds[1] < seconds[2]
     assert found.newest is not None and found.newest.state["seconds"] >= seconds[2]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "told"),
-    [(0.4, "0 s"), (119.4, "119 s"), (120, "2 min"), (7169, "119 min"), (7200, "2 h 00 min"), (11100, "3 h 05 min")]
-    + [(3600 * 52, "2 d 04 h")],
-)
-def test_spans(seconds: float, told: str) -> None:
-    assert span(seconds) == told
 
 
 # --- the command ---

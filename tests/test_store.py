@@ -277,9 +277,15 @@ def test_checksums_are_computed_once_until_a_file_changes(tmp_path: Path, monkey
     with pytest.raises(EyasError, match="shard-00001"):
         FeatureStore.open(tmp_path)
     assert hashed == ["documents.json"] * 2 + [path.name]
-    (tmp_path / ".verified.json").write_text("[]")  # only a cache
+    remembered = tmp_path / ".verified.json"
+    remembered.write_text("[]")  # only a cache
     make_store(tmp_path)
     assert len(FeatureStore.open(tmp_path)) == 10
+    remembered.unlink()
+    FeatureStore.open(tmp_path, remember=False)
+    assert not remembered.exists()
+    FeatureStore.open(tmp_path)
+    assert remembered.exists()
 
 
 def test_poisoned_shard_is_refused_by_document(tmp_path: Path) -> None:

@@ -21,22 +21,19 @@ CHECKPOINT = f"checkpoints/step_{STEPS:08d}"
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     """Two processes, unbroken, and killed while features are written, while saving and while measuring."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
     record = Record(["dump", "save", "evaluation"])
-    trial = Trial("ddp2", record, tmp_path_factory.mktemp("survive"), ["train.steps=30"], seed)
+    trial = Trial("ddp2", record, tmp_path_factory.mktemp("survive"), [], seed=0)
     trial.unbroken()
-    while not trial.start():
-        pass
+    while not record.done:  # a kill that came too late is made in another run
+        if trial.start():
+            trial.compare()
     return trial
 
 
 def test_killed_run_is_the_unbroken_one(trial: Trial) -> None:
     """Weights and optimizer bit for bit, every row and document once, nothing left behind."""
-    trial.compare()
     assert trial.record.wrong == [] and trial.record.largest == 0
-    assert trial.record.runs == 1 and sum(trial.record.kills.values()) >= 2, trial.record
-    assert trial.record.leaving < 60  # launchers wait for half a minute before they kill a rank that hangs
+    assert trial.record.kills == {"dump": 1, "save": 1, "evaluation": 1}
     run = trial.folder / "broken/outputs" / NAME
     documents = [json.loads(line) for file in run.glob("documents/*.jsonl") for line in file.read_text().splitlines()]
     assert Counter((row["step"], row["bin"]) for row in documents) == Counter(

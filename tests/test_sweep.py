@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from conf.cli import INTERRUPTED, entry, is_plain_sweep
+from conf.cli import entry, is_plain_sweep
 from conf.schema import Config
 from eval.look.table import VERSION
 from eval.run import evaluate_run
 from models.errors import EyasError
+from models.signals import INTERRUPTED
 from tests.commands import command, workplace  # noqa: F401
 from train.stages import walk
 from train.sweep import plan, run_sweep, start_process

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from accelerate import Accelerator
 
 from models.errors import EyasError
 from train.places import FAILED, LEAVING, LOST, Member, Phase, behind, gone, silent
-from train.watchdog import STALLED, Link, RunningClock, Watchdog, lost_contact
+from train.watchdog import STALLED, Link, RunningClock, Watchdog, listening, lost_contact
 
 WORKER = Path(__file__).with_name("stall_worker.py")
 HOST = socket.gethostname()
@@ -43,7 +43,7 @@ def test_those_furthest_behind_are_named() -> None:
     )
     two = [member(0, phase=Phase.COMPUTING, moved=5.0), member(1), member(2, phase=Phase.COMPUTING)]
     assert behind(two, 605.0, 600.0) == (
-        'rank 0 on node0 and rank 2 on node1 have not moved for 10 minutes: they are at "step 7: computing"; '
+        'rank 0 on node0 and rank 2 on node1 have not moved for 10 min: they are at "step 7: computing"; '
         'the others wait at "step 7: exchanging gradients"'
     )
     same = [member(0, moved=9.0), member(1), member(2)]
@@ -155,11 +155,18 @@ class Fake:
     process_index, num_processes = 0, 2
 
 
-def test_a_request_to_stop_shortens_the_patience_but_not_with_a_checkpoint() -> None:
-    watchdog = Watchdog(cast(Accelerator, Fake()), 600.0)
-    watchdog._clock = RunningClock(1.0)
+@pytest.fixture
+def watchdog() -> Iterator[Watchdog]:
+    """That of the main process of two, without a thread; the tests turn its clock."""
+    found = Watchdog(cast(Accelerator, Fake()), 600.0)
+    found._clock = RunningClock(1.0)
     here, there = socket.socketpair()
-    watchdog._links = [Link(here, member(1))]
+    found._links = [Link(here, member(1))]
+    with here, there:
+        yield found
+
+
+def test_a_request_to_stop_shortens_the_patience_but_not_with_a_checkpoint(watchdog: Watchdog) -> None:
     (other,) = watchdog._others
 
     def judged(now: float, *, moved: float, phase: Phase = Phase.READING, stop: int = signal.SIGTERM) -> str:
@@ -173,11 +180,79 @@ def test_a_request_to_stop_shortens_the_patience_but_not_with_a_checkpoint() -> 
     assert judged(1020.9, moved=500.0) == ""
     assert judged(1021.1, moved=1001.2) == ""  # it moves
     assert judged(1021.1, moved=500.0, phase=Phase.SAVING) == ""
+    assert judged(1021.1, moved=500.0, phase=Phase.ENDING) == ""  # a tracker may take a while to close
     assert judged(1021.1, moved=500.0).endswith(f", and can't save and leave as SIGTERM asks. {AGAIN}")
     told = judged(1100.0, moved=500.0, phase=Phase.SAVING)
     assert told.endswith(f"{AGAIN}; strategy.timeout_minutes=10 is how long is waited")
-    here.close()
-    there.close()
+
+
+def test_one_that_is_leaving_itself_does_not_mind_those_that_are_gone(watchdog: Watchdog) -> None:
+    """All failed alike, and this one still closes its tracker. What it waits for behind the loop it does mind."""
+    (other,) = watchdog._others
+    other.leave, other.closed = FAILED, 100.0
+    watchdog._clock.now = 110.0
+
+    def judged(phase: Phase, alone: str | None = None) -> str | None:
+        watchdog.at(7, phase)
+        watchdog._alone = alone
+        watchdog._beat()
+        return watchdog._judge()
+
+    told = f"rank 1 on node0 has failed; its own words say why. {AGAIN}"
+    assert judged(Phase.EXCHANGING) == judged(Phase.ENDING, "evaluating and exporting") == told
+    assert judged(Phase.ENDING) is None
+    watchdog._clock.now = 710.1
+    late = watchdog._judge()  # it must come to an end
+    assert late is not None and late.startswith('no process has moved for 10 min: all are at "step 7: ending"')
+
+
+def test_a_long_bin_is_no_stall_and_a_long_pause_no_long_bin(watchdog: Watchdog) -> None:
+    """Seconds at which the processes move; after SIGTERM they have 20 s or twice their longest bin."""
+    (other,) = watchdog._others
+    other.step, other.moved = 0, 0.0
+    moves = 0
+
+    def move(now: float, step: int, phase: Phase = Phase.EXCHANGING, alone: str | None = None) -> None:
+        nonlocal moves
+        moves += 1
+        watchdog.at(step, phase)
+        watchdog._alone, watchdog._clock.now = alone, now
+        watchdog._beat()
+        other.hear({"step": step, "phase": phase.name, "moves": moves, "alone": None}, now)
+
+    def longest() -> float:
+        assert watchdog._judge() is None
+        return max(watchdog._self.longest, other.longest)
+
+    move(500.0, 0, Phase.STARTING)  # loading the target
+    move(900.0, 1, Phase.READING)
+    move(930.0, 1)
+    move(931.0, 1, Phase.SAVING)
+    move(1400.0, 1, Phase.READING)  # a large checkpoint
+    assert longest() == 30.0
+    move(1401.0, 1, Phase.VALIDATING, alone="measuring tau")
+    for second in range(1402, 3000):
+        watchdog._clock.now = other.heard = float(second)
+        assert longest() == 30.0
+    move(3000.0, 2, Phase.READING)
+    assert longest() == 30.0
+    other.stop = signal.SIGTERM
+    stuck: dict[str, Any] = {"moves": moves, "stop": int(signal.SIGTERM)}
+    for now, told in (3001.0, ""), (3060.9, ""), (3061.1, "no process has moved for 61 s"):
+        watchdog._clock.now = now
+        other.hear(stuck, now)
+        assert (watchdog._judge() or "")[: len(told) or None] == told
+
+
+@pytest.mark.parametrize("dual", [True, False])
+def test_the_main_process_is_reached_by_addresses_of_either_kind(dual: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own machine may know it by another one than the others do."""
+    if dual and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: dual)
+    with listening(2) as server:
+        for address in ("127.0.0.1", *(["::1"] if dual else [])):
+            socket.create_connection((address, server.getsockname()[1]), 5).close()
 
 
 # --- jobs ---
@@ -233,11 +308,8 @@ def test_a_process_that_hangs_is_named_and_ends_the_job_of_a_launcher(tmp_path: 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
     done = subprocess.run([*command, "sleep", "1", "2"], capture_output=True, text=True, timeout=PATIENCE)
     (line,) = (line for line in done.stderr.splitlines() if "error: rank" in line)
-    told = (
-        f'[rank 0] error: rank 1 on {HOST} has not moved for 2 s: it is at "step 8: reading its batch"; the others '
-        f'wait at "step 8: exchanging gradients". {AGAIN}; strategy.timeout_minutes=0.0333333 is how long is waited'
-    )
-    assert re.sub(r"for \d s", "for 2 s", line) == told
+    assert line.startswith(f"[rank 0] error: rank 1 on {HOST} has not moved for ")
+    assert 'it is at "step 8: reading its batch"; the others wait at "step 8: exchanging gradients"' in line
     assert done.returncode != 0 and f"exitcode: {STALLED}" in done.stderr.replace("exitcode  :", "exitcode:")
 
 
@@ -267,6 +339,19 @@ def test_a_process_that_fails_says_why_and_the_others_who(tmp_path: Path) -> Non
         assert found.end(0, 1) == [2, 2]
         assert found.err(1) == "told: there are no more documents\n"
         assert found.err(0) == f"told: rank 1 on {HOST} has failed; its own words say why. {AGAIN}\n"
+
+
+def test_a_process_that_fails_before_they_have_met_leaves_no_stack_trace(tmp_path: Path) -> None:
+    with job(tmp_path, "early", odd=0) as found:
+        assert found.end(0, 1) == [2, 2]
+        assert found.err(0) == "told: there is no target\n"
+        assert found.err(1).startswith("told: another process of this run has ended; its own words say why.")
+
+
+def test_a_process_that_closes_slowly_says_itself_why_all_failed(tmp_path: Path) -> None:
+    with job(tmp_path, "late", odd=0, timeout=60) as found:
+        assert found.end(0, 1) == [2, 2]
+        assert [found.err(rank) for rank in (0, 1)] == ["told: the loss is not finite\n"] * 2
 
 
 def test_no_alarm_where_nothing_is_wrong(tmp_path: Path) -> None:

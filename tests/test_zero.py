@@ -30,7 +30,7 @@ def config(strategy: str, **train: Any) -> Config:
 
 def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     folder = run / f"checkpoints/step_{step:08d}"
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= {f"{path.name}: {name}": tensor for name, tensor in load_file(path).items()}
     return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -29,13 +30,15 @@ from torch import Tensor
 from models.checkpoint import fill, read_weights, save_drafter
 from models.drafter import Drafter
 from models.errors import EyasError
-from models.files import sync, write_atomic
+from models.files import read_json, sync, write_atomic
 from models.run_folder import BEST, CHECKPOINTS, STATE, file_digest, is_whole, latest_checkpoint, step_folders
 from train.joint import JointTraining
 from train.metrics import sum_over_processes
 from train.optimizer_state import State, write_states
 
 TEMPORARY = ".tmp-"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -77,7 +80,8 @@ class CheckpointDir:
 
     def clean(self) -> None:
         """Remove what a killed process left half written or half deleted."""
-        for leftover in [*self.root.glob(f"{TEMPORARY}*"), *self.run_dir.glob(f"{TEMPORARY}*")]:
+        half = [*self.root.glob(f"{TEMPORARY}*"), *self.run_dir.glob(f"{TEMPORARY}*"), *self.root.glob("step_*/.*.tmp")]
+        for leftover in half:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def save(
@@ -88,31 +92,38 @@ class CheckpointDir:
         states: Iterable[tuple[str, State]],
         joint: JointTraining | None = None,
     ) -> Path:
-        """Write the checkpoint of ``state.step``; keeps one that is already there and whole.
+        """Write the checkpoint of ``state.step``; of one that is there and whole, only the state may change.
 
         ``weights`` and ``states``: what :meth:`train.strategy.Strategy.weights` and ``optimizer_states`` give.
         """
         final = self.folder(state.step)
         if self._is_whole(final):
             deque(states, maxlen=0)  # which all processes make together
+            self._write_state(final, state, read_json(final / STATE)["files"])
             return final
         work = self.root / f"{TEMPORARY}{final.name}"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        save_drafter(drafter, work, _part(weights, "drafter.") if joint else weights)
-        if joint is not None:
-            joint.save(work, {"perplexity": state.perplexity}, _part(weights, "backbone."))
-        write_states(work, states)
-        files = {path.name: file_digest(path) for path in sorted(work.iterdir())}
-        (work / STATE).write_text(json.dumps({**asdict(state), "files": files}, indent=1) + "\n", encoding="utf-8")
-        for path in [*work.iterdir(), work]:
-            sync(path)
+        try:
+            save_drafter(drafter, work, _part(weights, "drafter.") if joint else weights)
+            if joint is not None:
+                joint.save(work, {"perplexity": state.perplexity}, _part(weights, "backbone."))
+            write_states(work, states)
+            self._write_state(work, state, {path.name: file_digest(path) for path in sorted(work.iterdir())})
+            for path in [*work.iterdir(), work]:
+                sync(path)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)  # a full disk has room again
+            raise
         if final.exists():  # broken: out of the way, now that its replacement is complete
             _remove(final)
         work.rename(final)
         sync(self.root)
         self._whole.add(final)
         return final
+
+    def _write_state(self, folder: Path, state: TrainState, files: Mapping[str, str]) -> None:
+        write_atomic(folder / STATE, json.dumps({**asdict(state), "files": files}, indent=1) + "\n")
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint; see :func:`models.run_folder.latest_checkpoint`."""
@@ -129,24 +140,37 @@ class CheckpointDir:
         except TypeError as error:
             raise EyasError(f"{folder / STATE}: written by another version of Eyas ({error})") from error
 
-    def agree_on_latest(self, accelerator: Accelerator) -> Path | None:
-        """:meth:`latest` after :meth:`clean`: the main process looks, the others take its word."""
-        step = 0
+    def agree_on_latest(self, accelerator: Accelerator) -> tuple[Path, TrainState] | None:
+        """:meth:`latest` after :meth:`clean`, with its state: the main process looks, the others take its word."""
+        step, has_best = 0, False
         if accelerator.is_main_process:
             self.clean()
             newest = self.latest()
-            step = 0 if newest is None else self.read_state(newest).step
-        step = int(sum_over_processes(accelerator, torch.tensor([step], device=accelerator.device)))
-        return self.folder(step) if step else None
+            if newest is not None:
+                state = self.read_state(newest)
+                step, has_best = state.step, state.best is None or self._is_whole(self.folder(state.best["step"]))
+        found = torch.tensor([step, has_best], device=accelerator.device)
+        step, has_best = sum_over_processes(accelerator, found).tolist()
+        if not step:
+            return None
+        state = self.read_state(self.folder(step))
+        if not has_best:
+            log.warning("%s: the best checkpoint so far is missing or damaged; it is sought anew", self.run_dir)
+            state.best = None
+        return self.folder(step), state
 
     def restore(
-        self, folder: Path, fresh: TrainState, drafter: Drafter, joint: JointTraining | None = None
-    ) -> TrainState:
-        """Fill the drafter (and the target that is trained along) from a whole checkpoint and return its state.
+        self,
+        folder: Path,
+        found: TrainState,
+        fresh: TrainState,
+        drafter: Drafter,
+        joint: JointTraining | None = None,
+    ) -> None:
+        """Fill the drafter (and the target that is trained along) from a whole checkpoint with the state ``found``.
 
         Raises EyasError where content or number of steps differ from those of a ``fresh`` run.
         """
-        found = self.read_state(folder)
         changed = [k for k, v in fresh.content.items() if found.content.get(k) != v]
         if changed or found.total_steps != fresh.total_steps:
             what = ", ".join(changed) or f"number of steps ({found.total_steps}, now {fresh.total_steps})"
@@ -160,7 +184,6 @@ class CheckpointDir:
         fill(drafter, weights, folder)
         if joint is not None:
             joint.restore(folder)
-        return found
 
     def mark_best(self, best: dict[str, Any] | None) -> None:
         """Record the best checkpoint in best.json."""

@@ -68,7 +68,8 @@ def rewind(run_dir: Path, step: int) -> None:
     for path in files(run_dir):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [line for i, line in enumerate(lines) if _stays(parse(line), step, last=i == len(lines) - 1)]
-        write_atomic(path, "".join(line + "\n" for line in kept))
+        if kept != lines or not path.read_bytes().endswith(b"\n"):
+            write_atomic(path, "".join(line + "\n" for line in kept))
 
 
 def read_documents(run_dir: Path) -> dict[int, list[tuple[int, list[str]]]]:

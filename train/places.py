@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from models.units import format_seconds
+
 LEAVING, FAILED, LOST = "leaving", "failed", "lost contact"  # how a process takes leave
 AGAIN = "The same command continues from the last checkpoint"
 
@@ -43,7 +45,7 @@ class Member:
     stop: int = 0  # the signal that asked it to stop
     heard: float = 0.0
     moved: float = 0.0
-    longest: float = 0.0  # between two of its movements so far
+    longest: float = 0.0  # between two of its movements since the first step, a checkpoint apart
     closed: float | None = None  # since when nothing more can come from it
     leave: str | None = None  # how it took leave
 
@@ -51,11 +53,17 @@ class Member:
         """Take in what it says of itself: its place, or its leave."""
         self.heard = now
         if said.get("moves", self.moves) != self.moves:
-            self.longest = max(self.longest, now - self.moved)
+            if self.step and self.phase != Phase.SAVING.name:
+                self.longest = max(self.longest, now - self.moved)
             self.moved = now
         for key in ("step", "phase", "moves", "alone", "stop", "leave"):
             if key in said:
                 setattr(self, key, said[key])
+
+    @property
+    def ending(self) -> bool:
+        """Whether it leaves of its own accord, and waits for nobody."""
+        return self.phase == Phase.ENDING.name and self.alone is None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -93,7 +101,7 @@ def silent(others: Sequence[Member], now: float, timeout: float) -> str | None:
     if not found:
         return None
     where = "; ".join(f"last at {place}" for place in places(found))
-    since = span(now - max(one.heard for one in found))
+    since = format_seconds(now - max(one.heard for one in found))
     return f"{named(found)} {has(found)} not been heard from for {since} (stopped, or out of reach?), {where}"
 
 
@@ -103,14 +111,15 @@ def behind(members: Sequence[Member], now: float, timeout: float) -> str | None:
     here = [one for one in members if one.leave is None]
     if any(one.alone for one in here) or now - max(one.moved for one in here) < timeout:
         return None
+    since = format_seconds(now - max(one.moved for one in here))
     last = min(one.order for one in here)
     found, waiting = ([one for one in here if (one.order == last) is late] for late in (True, False))
-    still = f"not moved for {span(now - max(one.moved for one in found))}"
+    still = f"not moved for {format_seconds(now - max(one.moved for one in found))}"
     at = f"{'it is' if len(found) == 1 else 'they are'} at {places(found)[0]}"
     if len(members) == 1:
         return f"this process has {still}: {at}"
     if not waiting:
-        return f"no process has moved for {span(now - max(one.moved for one in here))}: all are at {places(here)[0]}"
+        return f"no process has moved for {since}: all are at {places(here)[0]}"
     return f"{named(found)} {has(found)} {still}: {at}; the others wait at {listed(places(waiting))}"
 
 
@@ -132,7 +141,3 @@ def places(members: Iterable[Member]) -> list[str]:
 
 def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def span(seconds: float) -> str:
-    return f"{seconds / 60:.0f} minutes" if seconds >= 180 else f"{seconds:.0f} s"

@@ -6,9 +6,11 @@ target folder -> documents -> features -> draft vocabulary -> drafter -> fit -> 
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import secrets
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -32,9 +34,11 @@ from models.drafter import Drafter, NotServed
 from models.errors import EyasError
 from models.files import lock
 from models.frozen import FrozenTarget
+from models.launch import follow_parent, launched
 from models.load_frozen import load_frozen
 from models.portable import CARD, TARGET, open_drafter, refuse_foreign
 from models.run_folder import REPORT, STAGES, STATE, best_checkpoint, file_digest, has_begun, note_down, read_notes
+from models.signals import raise_again
 from models.target import Target
 from models.tuned import is_tuned_by, tuned
 from models.vocab import DraftVocab
@@ -57,19 +61,25 @@ def walk(cfg: Config) -> float | None:
     optimise, or None if nothing is held out."""
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
+    if launched():
+        follow_parent(signal.SIGTERM)  # to save, and leave the run to the next launcher
     run_dir = Path(cfg.output_dir or Path("outputs") / cfg.name)
     cfg = replace(cfg, output_dir=str(run_dir), drafter_path=None)  # what is measured and exported is this run's
     cfg.train.precision = pick_precision(cfg.train.precision, cfg.device)  # what config.yaml keeps
     accelerator = build_accelerator(cfg.device)
     main = accelerator.is_main_process
-    with lock(run_dir, "training this run") if main else nullcontext():
-        with Watchdog(accelerator, 60 * cfg.strategy.timeout_minutes) as watchdog:
-            inputs, fitted = together(cfg, accelerator, run_dir, watchdog)
-        accelerator.end_training()  # the other processes are done
-        if main:
-            evaluate(cfg, run_dir, inputs, fitted)
-            export(cfg, run_dir, fitted)
-            log.info("done: %s", run_dir)
+    with (
+        Watchdog(accelerator, 60 * cfg.strategy.timeout_minutes) as watchdog,
+        lock(run_dir, "training this run") if main else nullcontext(),
+    ):
+        inputs, fitted = together(cfg, accelerator, run_dir, watchdog)
+        release(accelerator)
+        # The others wait: a launcher takes a machine whose processes have ended out of the job, minutes later.
+        with watchdog.paused("evaluating and exporting"), inputs.job.stage("end"):
+            if main:
+                evaluate(cfg, run_dir, inputs, fitted)
+                export(cfg, run_dir, fitted)
+                log.info("done: %s", run_dir)
     return None if fitted.best is None else float(fitted.best.get("tau_measured", fitted.best["tau_t0"]))
 
 
@@ -87,6 +97,14 @@ def together(cfg: Config, accelerator: Accelerator, run_dir: Path, watchdog: Wat
     with watchdog.paused("reading the conversations"):
         inputs = gather(cfg, accelerator, run_dir)
     return inputs, fit(cfg, accelerator, run_dir, inputs, watchdog)
+
+
+def release(accelerator: Accelerator) -> None:
+    """Give back what training held: no collective comes after it, and the verifier wants the memory."""
+    accelerator.end_training()
+    gc.collect()  # models refer to themselves
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def gather(cfg: Config, accelerator: Accelerator, run_dir: Path, tick: Tick = nothing) -> Inputs:
@@ -132,6 +150,11 @@ def fit(cfg: Config, accelerator: Accelerator, run_dir: Path, inputs: Inputs, wa
     settings: dict[str, Any] = {"train": train, "valid": valid}
     if joint:
         target = inputs.load_target(str(accelerator.device))
+        if cfg.strategy.name == "zero3" and target.runs_row_by_row:
+            raise EyasError(
+                f"strategy=zero3: the RoPE of {cfg.target.path} hangs on the length of a text, so it reads documents "
+                "one by one, and processes with different numbers of them would wait for each other; use zero2"
+            )
         settings["joint"] = JointTraining.of(target, drafter, cfg.joint)
     if cfg.train.tau == "measured":  # every process must know that one measures: they wait for its number
         by_verifier = partial(tau_by_verifier, cfg, inputs, frozen, settings.get("joint"))
@@ -324,6 +347,7 @@ def once(run_dir: Path, stage: str, key: str, product: Path, work: Callable[[], 
         log.info("%s: up to date, %s", stage, product)
         return
     work()
+    raise_again()
     note_down(path, {stage: key, own: product_digests(product)})
 
 

@@ -11,10 +11,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict, read_write
 
 from conf import CONF_DIR, PRIMARY
-from conf.cli import is_plain_sweep, process_rank
+from conf.cli import is_plain_sweep
 from conf.schema import Config
 from conf.validate import check_keys, check_name
 from models.errors import EyasError
+from models.launch import rank
+from models.units import format_seconds
 from models.visible import visible
 from train.standing import Standing, ago, standing
 from train.sweep import plan
@@ -31,7 +33,7 @@ def show_status(arguments: Sequence[str]) -> int:
 
     Raises EyasError, or what Hydra raises, if the arguments name no run.
     """
-    if process_rank():
+    if rank():
         return 0
     if is_plain_sweep(arguments):
         folder, jobs = plan(arguments[1:])
@@ -112,14 +114,14 @@ def table(run: Standing) -> Iterator[tuple[str, str]]:
     if newest is not None:
         yield (
             "last checkpoint",
-            f"step {newest.step:,}, {span(ago(newest.saved))} ago, {newest.folder.relative_to(run.folder)}",
+            f"step {newest.step:,}, {format_seconds(ago(newest.saved))} ago, {newest.folder.relative_to(run.folder)}",
         )
     if run.checkpoints:
         yield "checkpoints", counted(run)
     if "seconds" in at:
-        yield "trained for", span(at["seconds"])
+        yield "trained for", format_seconds(at["seconds"])
     if run.left is not None:
-        yield "time left", f"{span(run.left)}, validation and saving included"
+        yield "time left", f"{format_seconds(run.left)}, validation and saving included"
     if run.features is not None:
         whole, planned = run.features
         yield "features", "whole" if whole >= planned else f"{whole:,} of {planned:,} shards ({whole / planned:.0%})"
@@ -153,17 +155,5 @@ def in_a_line(run: Standing) -> str:
     if run.measured is not None:
         parts.append(f"measured {run.measured:.3f}")
     if run.left is not None:
-        parts.append(f"{span(run.left)} left")
+        parts.append(f"{format_seconds(run.left)} left")
     return "; ".join(parts + [f"damaged: {what}" for what in run.damage])
-
-
-def span(seconds: float) -> str:
-    """``42 s``, ``17 min``, ``3 h 05 min``, ``2 d 04 h``"""
-    whole = round(seconds)
-    if whole < 120:
-        return f"{whole} s"
-    minutes = round(whole / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"

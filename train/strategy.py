@@ -28,6 +28,7 @@ from models.device import pick_device
 from models.drafter import Drafter, TrainSpec
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.launch import launched, world
 from models.objective import Score
 from train.optimizer_state import OptimizerStates, State
 
@@ -51,24 +52,23 @@ def pick_precision(precision: str, device: str) -> str:
 
 def build_accelerator(device: str = "auto") -> Accelerator:
     """The processes of this run: one, or one of ``WORLD_SIZE`` started by torchrun or accelerate."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1 and "RANK" not in os.environ:
+    if not launched():
         os.environ.pop(LOCAL_RANK, None)  # DeepSpeed's, of a run before this one; it would mean several processes
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # `strategy` decides, not how the processes were started
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # as train.precision does
-    _forget_previous_run(keep_processes=world > 1)
+    _forget_previous_run(keep_processes=world() > 1)
     accelerator = Accelerator(
         cpu=pick_device(device) == "cpu",
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
         ],
     )
     # Accelerate falls back to independent single-process jobs when its backend is not what it expected.
-    if accelerator.num_processes != world:
+    if accelerator.num_processes != world():
         raise EyasError(
-            f"the launcher started {world} processes but only {accelerator.num_processes} of them joined: "
+            f"the launcher started {world()} processes but only {accelerator.num_processes} of them joined: "
             "launch with torchrun or accelerate, one process a device (device=cpu for CPU processes)"
         )
     return accelerator
@@ -112,6 +112,11 @@ class Strategy(ABC):
     @abstractmethod
     def learn(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec, weight: float, *, last: bool) -> Score:
         """Forward and backward of a batch, adding to the gradient; ``last``: the last one of its optimizer step."""
+
+    def warm_up(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> None:
+        """A pass that teaches nothing, before the first one of a session: with the same batch every time, whatever
+        depends on the first pass is the same in every session."""
+        return
 
     @abstractmethod
     def step(self) -> Tensor:
@@ -188,6 +193,13 @@ class Replicated(Strategy):
             (score.loss_sum * weight).backward()
         return score
 
+    def warm_up(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> None:
+        """DDP arranges its buckets anew by the first pass, and with more than two processes the arrangement decides in
+        which order numbers are added: a session that goes on must have it from its first step."""
+        if self.model is not self.plain:
+            self.learn(batch, frozen, spec, 0.0, last=True)
+            self.optimizer.zero_grad()
+
     def step(self) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
         self.optimizer.step()
@@ -208,9 +220,11 @@ class Replicated(Strategy):
     def load_optimizer(self, states: OptimizerStates) -> None:
         trained = self.trained()
         states.check_names(trained)
+        counts_there = self.optimizer.defaults.get("fused")  # otherwise the count of steps is read on the CPU
         for name, parameter in trained.items():
             if found := states.of(name, parameter.shape):
-                self.optimizer.state[parameter] = {k: v.to(parameter.device) for k, v in found.items()}
+                moved = {k: v.to(parameter.device) if v.ndim or counts_there else v for k, v in found.items()}
+                self.optimizer.state[parameter] = moved
 
 
 def spread(cfg: Config, accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, unused: bool) -> Strategy:
@@ -229,7 +243,7 @@ def passes_of(
 ) -> list[tuple[list[int], bool]]:
     """The documents of each forward that this process makes of these bins, and whether it counts.
 
-    Every process has every so-manieth bin. One that has fewer than ``at_least`` joins in with the shortest document, to
+    Of N processes each has every N-th bin. One that has fewer than ``at_least`` joins in with the shortest document, to
     be counted at weight zero.
     """
     passes = [(members, True) for members in bins[accelerator.process_index :: accelerator.num_processes]]

@@ -1,8 +1,11 @@
-"""What is about to be trained, on what and for how long: the plan a run shows before its first step."""
+"""What a run tells in its log: the plan before its first step, and how it goes."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     from train.trainer import Trainer
@@ -31,3 +34,16 @@ def plan_of(trainer: Trainer) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+
+def step_line(row: Mapping[str, Any], step: int, total: int, left: float) -> str:
+    """The line about a row of training. left: seconds to the last step."""
+    return (
+        f"step {step}/{total}: loss {row['loss']:.4f}, tau~{row['tau_mean_field']:.3f}, "
+        f"accuracy {rates(row['accuracy'])}, grad norm {row['grad_norm']:.3f}, lr {row['lr']:.2e}, "
+        f"{row['tokens_per_s']:.0f} tokens/s, {tqdm.format_interval(left)} left"
+    )
+
+
+def rates(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)

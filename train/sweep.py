@@ -10,7 +10,6 @@ sweeps run all jobs in one process, which a job that runs out of memory takes do
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import itertools
 import json
@@ -29,19 +28,19 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from conf import CONF_DIR, PRIMARY, folder_name
-from conf.cli import INTERRUPTED, ONE_PROCESS, USER_MISTAKE
+from conf.cli import ONE_PROCESS, USER_MISTAKE
 from conf.explain import MISTAKES, explain
 from conf.schema import Config
 from conf.validate import resolve
 from models.errors import EyasError
+from models.launch import follow_parent, world
 from models.run_folder import REPORT, STAGES, note_down, read_notes
+from models.signals import BY_SIGNAL, INTERRUPTED, number_of
 from models.visible import visible
-from train.signals import BY_SIGNAL, number_of
 
 SWEEPS = Path("outputs") / "sweeps"
 RECORD = "sweep.json"
 UNFINISHED = "not finished"  # what a killed sweep leaves written about the job it was at and those behind
-DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 Start = Callable[[str, Sequence[str]], int]  # (verb, overrides) -> exit code
 
@@ -72,7 +71,7 @@ def run_sweep(overrides: Sequence[str], start: Start | None = None) -> int:
     overrides make no sweep.
     """
     start = start or start_process
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if world() > 1:
         raise EyasError(ONE_PROCESS)
     folder, jobs = plan(overrides)
     done = checked(jobs)
@@ -181,9 +180,8 @@ def start_process(verb: str, overrides: Sequence[str]) -> int:
 
 
 def _die_with_parent() -> None:
-    """A killed sweep leaves no job running, which the next one would then find locked (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+    """A killed sweep leaves no job running, which the next one would then find locked."""
+    follow_parent(signal.SIGKILL)
 
 
 # --- the comparison ---

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.objective import Objective
 from models.run_folder import STAGES, note_down
+from models.signals import Interrupted, Stopped, StopRequest, agreed
 from train.checkpoint import CheckpointDir, TrainState
 from train.clock import Clock
 from train.document_log import DocumentLog, rewind
@@ -38,11 +39,10 @@ from train.metrics import Totals
 from train.optim import build_optimizer, lr_factor, set_lr
 from train.optimizer_state import OptimizerStates
 from train.places import Phase
-from train.signals import Interrupted, Stopped, StopRequest, agreed
 from train.strategy import Agreement, Strategy, passes_of, spread
-from train.summary import plan_of
+from train.summary import plan_of, step_line
 from train.tracking import Tracker, progress, settle
-from train.validation import Broken, Validator, is_impatient, rates
+from train.validation import Broken, Validator, is_impatient
 from train.watchdog import Watchdog
 
 VALIDATIONS = 8  # a run, where train.eval_every leaves it open
@@ -86,6 +86,9 @@ class Trainer:
         watchdog: Watchdog | None = None,
     ) -> None:
         self.cfg, self.run_dir, self.accelerator, self.frozen = cfg, run_dir, accelerator, frozen
+        if valid is not None and not any(valid.slots):
+            log.warning("no held-out document has a slot to score: the last checkpoint counts as the best")
+            valid = None
         self.train_source, self.valid_source = train, valid
         t = cfg.train
         self.joint = joint
@@ -120,8 +123,8 @@ class Trainer:
         self.stop = StopRequest()
         self.validator: Validator | None = None
         if valid is not None:
-            given = (cfg, self.drafter, frozen, valid, self.spec, self.chain)
-            self.validator = Validator(*given, measure, self._break_off, self.watchdog.paused)
+            given = (cfg, self.drafter, frozen, valid, self.spec, self.chain, measure)
+            self.validator = Validator(*given, self._break_off, self._alone)
 
     # --- the run, from start to end ---
 
@@ -140,7 +143,7 @@ class Trainer:
             self.watchdog.stop = self.stop
             self._score_untrained()
             if self._owes_validation():  # a run that was stopped before it
-                self._finish_step(tracker)
+                self._finish_step(tracker, keep=True)
             while not self._finished():
                 self._train_step(self.state.step)
                 bar.update()
@@ -159,18 +162,18 @@ class Trainer:
         due = self.state.step > 0 and self.validator is not None and self._due(self.eval_every)
         return due and self.state.validated != self.state.step
 
-    def _finish_step(self, tracker: Tracker | None) -> None:
-        """What is due between two steps: validation, a checkpoint, and leaving where a signal asks for it."""
+    def _finish_step(self, tracker: Tracker | None, *, keep: bool = False) -> None:
+        """What is due between two steps: validation, a checkpoint (in any case to ``keep``), and leaving where a signal
+        asks for it."""
         self._at(Phase.AGREEING)
         *asked, late = self.agreement.any([*self.stop.said, self._is_late()])
         improved = False
         with self.clock.paused():
             if not any(asked) and self._owes_validation():
-                try:
+                with suppress(Broken):
                     improved = self._validate(tracker)
-                except Broken:
-                    asked = self.agreement.any(self.stop.said)
-            if any(asked) or late or improved or self.state.stopped or self._due(self.save_every):
+                asked = self.agreement.any(self.stop.said)
+            if any(asked) or late or improved or keep or self.state.stopped or self._due(self.save_every):
                 self._save(tracker)
         if number := agreed(asked):
             raise Stopped(number, self.state.step)
@@ -184,6 +187,12 @@ class Trainer:
         """Between the batches of a validation: whether one of the processes was asked to stop."""
         self._at(Phase.VALIDATING)
         return any(self.agreement.any(self.stop.said))
+
+    @contextmanager
+    def _alone(self, doing: str) -> Iterator[None]:
+        """While the main process does something at its own pace. Raises Asked if it is asked to stop meanwhile."""
+        with self.watchdog.paused(doing), self.stop.breaking():
+            yield
 
     def _at(self, phase: Phase) -> None:
         self.watchdog.at(self.state.step, phase)
@@ -267,26 +276,14 @@ class Trainer:
             return
         tokens_per_s = self.clock.rate(self.state.tokens)
         groups = self.strategy.param_groups
-        lr = float(groups[0]["lr"])
         row |= {"lr_target": next(group["lr"] for group in groups if group["backbone"])} if self.joint else {}
-        row |= {"lr": lr, "epoch": self.plan.epoch(self.state.step)}
+        row |= {"lr": float(groups[0]["lr"]), "epoch": self.plan.epoch(self.state.step)}
         row |= {"tokens": self.state.tokens, "supervised": self.state.supervised}
         row |= {"tokens_per_s": tokens_per_s, "seconds": self.clock.seconds()}
         tracker.log(self.state.step, "train", row)
         bar.set_postfix_str(f"loss {row['loss']:.3f} tau~{row['tau_mean_field']:.2f} {tokens_per_s:,.0f} tok/s")
-        log.log(
-            logging.INFO if bar.disable else logging.DEBUG,  # a terminal has the bar
-            "step %d/%d: loss %.4f, tau~%.3f, accuracy %s, grad norm %.3f, lr %.2e, %.0f tokens/s, %s left",
-            self.state.step,
-            self.total,
-            row["loss"],
-            row["tau_mean_field"],
-            rates(row["accuracy"]),
-            row["grad_norm"],
-            lr,
-            tokens_per_s,
-            tqdm.format_interval(self.clock.left(self.state.step, self.total)),
-        )
+        level = logging.INFO if bar.disable else logging.DEBUG  # a terminal has the bar
+        log.log(level, step_line(row, self.state.step, self.total, self.clock.left(self.state.step, self.total)))
 
     def _window_averages(self) -> dict[str, Any]:
         self.window.reduce(self.accelerator)
@@ -327,9 +324,10 @@ class Trainer:
 
     def _resume(self) -> Path | None:
         """Take weights and position from the newest whole checkpoint, if there is one, and return it."""
-        newest = self.checkpoints.agree_on_latest(self.accelerator)
+        newest, state = self.checkpoints.agree_on_latest(self.accelerator) or (None, self.state)
         if newest is not None:
-            self.state = self.checkpoints.restore(newest, self.state, self.drafter, self.joint)
+            self.checkpoints.restore(newest, state, self.state, self.drafter, self.joint)
+            self.state = state
             self.state.stopped = is_impatient(self.state, self.cfg)  # train.patience may be another one now
             if self.accelerator.is_main_process:
                 self.window.load(self.state.window)
@@ -351,6 +349,9 @@ class Trainer:
         self.strategy: Strategy = spread(cfg, self.accelerator, self.module, optimizer, unused=unused)
         if newest is not None:
             self.strategy.load_optimizer(OptimizerStates(newest))
+        longest = max(self.documents, key=self.train_source.slots.__getitem__)
+        batch = self.train_source.batch([longest]).to(self.accelerator.device)
+        self.strategy.warm_up(batch, self.frozen, self.spec)
 
     @contextmanager
     def _tracking(self) -> Iterator[tuple[Tracker | None, tqdm]]:
@@ -366,6 +367,7 @@ class Trainer:
             with logging_redirect_tqdm():
                 yield tracker, bar
         finally:
+            self._at(Phase.ENDING)
             bar.close()
             if tracker is not None:
                 tracker.close()

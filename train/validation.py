@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from data.features.order import plan_epoch
 from data.features.source import FeatureSource
 from models.drafter import Drafter, TrainSpec
 from models.frozen import FrozenTarget
+from models.signals import Asked
 from models.simulate import simulated_tau
 from train.checkpoint import TrainState
 from train.metrics import Totals, sum_over_processes
 from train.strategy import Strategy, passes_of
+from train.summary import rates
 
 SIMULATED = ("tau_t0", "simulated")  # where the tau that decides stands in a row, and what best.json calls it
 
@@ -38,7 +40,7 @@ class Validator:
     spec: of the training; chain: drafts of the simulated walks. measure: greedy tau of a whole copy of the drafter, by
     the verifier, for the main process (the others have one that is not called). between: called between two batches
     with the same result in all processes, whether to break off. alone: context of work that the main process does at
-    its own pace.
+    its own pace, where a request to stop raises Asked.
     """
 
     cfg: Config
@@ -126,16 +128,19 @@ class Validator:
         )
 
     def _measured(self, strategy: Strategy) -> float:
-        """tau by the verifier, on the main process; all processes get its number."""
+        """tau by the verifier, on the main process; all processes get its number. Raises Broken."""
         assert self.measure is not None
-        found, weights = 0.0, strategy.weights()
+        weights = strategy.weights()
+        found = 0.0
         if strategy.accelerator.is_main_process:
-            strategy.module.eval()
-            with self.alone("measuring tau"):
+            found = math.nan  # if it is broken off
+            with suppress(Asked), self.alone("measuring tau"):
                 found = self.measure(self._copy(weights))
-            strategy.module.train()
-        device = strategy.accelerator.device
-        return float(sum_over_processes(strategy.accelerator, torch.tensor([found], device=device).double()))
+        number = torch.tensor([found], dtype=torch.float64, device=strategy.accelerator.device)
+        measured = float(sum_over_processes(strategy.accelerator, number))
+        if math.isnan(measured):
+            raise Broken
+        return measured
 
     def _copy(self, weights: Mapping[str, Tensor]) -> Drafter:
         """A drafter of its own, as the trained one is split over processes or called by hooks of its strategy."""
@@ -149,7 +154,3 @@ class Validator:
 def is_impatient(state: TrainState, cfg: Config) -> bool:
     """Whether there were as many validations without a better tau as ``train.patience`` allows."""
     return cfg.train.patience is not None and state.stale >= cfg.train.patience
-
-
-def rates(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)

@@ -19,8 +19,8 @@ C code, where nothing can be raised):
 * No main thread has moved for ``timeout`` seconds: the processes that are furthest behind are named, by step and then
   by the order of Phase.
 * A process has said nothing for as long: it is stopped, or its machine is gone.
-* A process has ended without taking leave, or has failed, and GRACE seconds later this one still waits for it. Mostly a
-  collective raises at once; leaving the context then turns that into a plain EyasError.
+* A process has ended without taking leave, or has failed, and GRACE seconds later this one still waits for it (not if
+  it is ENDING itself). Mostly a collective raises at once; leaving the context then turns that into a plain EyasError.
 
 Time counts only while this process runs, so a job that is suspended as a whole goes on afterwards. Processes may leave
 in any order: each takes leave, and none waits for one that did.
@@ -43,8 +43,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from models.errors import EyasError
+from models.launch import launched, local_rank, main_host
+from models.signals import Stopped, StopRequest
 from train.places import AGAIN, FAILED, LEAVING, LOST, Member, Phase, behind, gone, silent
-from train.signals import Stopped, StopRequest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -73,8 +74,8 @@ class Watchdog:
     """Context of the part of a run that is watched; all processes must enter it together.
 
     ``timeout``: seconds without movement that are too long. ``stop``: the request that shortens them to STOP_GRACE, as
-    a process that hangs can't save and leave (not while one is SAVING). Raises EyasError if the processes can't reach
-    the main one; when left by what a collective raises because another process is gone, EyasError instead of that.
+    a process that hangs can't save and leave (not while one is SAVING or ENDING). Raises EyasError if the processes
+    can't reach the main one; for what a collective raises because another process is gone, EyasError instead of that.
     """
 
     def __init__(self, accelerator: Accelerator, timeout: float, stop: StopRequest | None = None) -> None:
@@ -110,7 +111,10 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self.world > 1:
-            self._links = meet(self._self, self.world)
+            try:
+                self._links = meet(self._self, self.world)
+            except RuntimeError as error:
+                raise lost_contact(error) or error from None
         self._clock = RunningClock(2 * self._interval)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -166,7 +170,7 @@ class Watchdog:
         for link in self._links:
             for said in link.receive():
                 if "end" in said:
-                    self._end(said["end"], aloud=os.environ.get("LOCAL_RANK") == "0")  # once on every machine
+                    self._end(said["end"], aloud=local_rank() == 0)  # once on every machine
                 link.member.hear(said, now)
             if link.closed and link.member.closed is None:
                 link.member.closed = now
@@ -178,11 +182,16 @@ class Watchdog:
         asked = max(one.stop for one in members)
         if asked and self._asked is None:
             self._asked = now
-        saving = any(one.phase == Phase.SAVING.name for one in members)
+        here = [one for one in members if one.leave is None]
+        if any(one.alone for one in here):
+            for one in here:
+                one.moved = now  # or waits for the one that is at work
+        heeding = any(one.ending or one.phase == Phase.SAVING.name for one in here)
         grace = max(STOP_GRACE, *(2 * one.longest for one in members))  # a long bin is no stall
-        if self._asked is not None and self.world > 1 and not saving and now - self._asked > grace < timeout:
+        if self._asked is not None and self.world > 1 and not heeding and now - self._asked > grace < timeout:
             timeout, why = grace, f", and can't save and leave as {signal.Signals(asked).name} asks. {AGAIN}"
-        if found := gone(self._others, now, min(GRACE, timeout)):
+        found = None if self._self.ending else gone(self._others, now, min(GRACE, timeout))
+        if found:
             return found
         found = silent(self._others, now, timeout)
         if not found and self.rank == 0:  # the others know the place of the main process only
@@ -198,7 +207,7 @@ class Watchdog:
         flushing.start()
         flushing.join(2.0)
         if aloud:
-            where = f"[rank {self.rank}] " if "RANK" in os.environ else ""
+            where = f"[rank {self.rank}] " if launched() else ""
             os.write(2, f"{where}error: {message}\n".encode())
         os._exit(STALLED)
 
@@ -272,10 +281,9 @@ def meet(me: Member, world: int) -> list[Link]:
     """
     from accelerate.utils import broadcast_object_list
 
-    host = os.environ.get("MASTER_ADDR", "localhost")
+    host = main_host()
     if me.rank == 0:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        with socket.create_server(("", 0), family=family, backlog=world) as server:
+        with listening(world) as server:
             word = secrets.token_hex()
             broadcast_object_list([server.getsockname()[1], word])
             return admit(server, me, world, word)
@@ -287,6 +295,13 @@ def meet(me: Member, world: int) -> list[Link]:
     except OSError as error:
         raise EyasError(f"{me.name} can't reach rank 0 at {host}:{port}: {error}") from error
     return [Link(connection, Member(0, json.loads(welcome)["host"]))]
+
+
+def listening(backlog: int) -> socket.socket:
+    """A server on every address: which one the others know this machine by is theirs to say."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(("", 0), backlog=backlog)
 
 
 def admit(server: socket.socket, me: Member, world: int, word: str) -> list[Link]:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from conf.deepspeed import check_accepted, check_installed, deepspeed_config
 from conf.schema import OptimConfig, StrategyConfig
 from models.batch import Batch
 from models.drafter import TrainSpec
 from models.frozen import FrozenTarget
 from models.objective import Score
-from train.deepspeed_config import check_accepted, check_installed, deepspeed_config
 from train.optimizer_state import OptimizerStates, State
 from train.strategy import COLLECTIVE_TIMEOUT, LOCAL_RANK, Pass, Strategy
 
@@ -75,6 +75,7 @@ class Zero(Strategy):
         super().__init__(accelerator, module, optimizer)
         self.stage = int(strategy.name.removeprefix("zero"))
         config = deepspeed_config(strategy, optim, accelerator.num_processes)
+        config.setdefault("timers", {"throughput": {"enabled": False}})  # which waits for the device twice a pass
         on_cpu = accelerator.device.type == "cpu"
         self.engine = start_engine(
             LossFirst(Pass(module, dtype, cached=self.stage < 3)), optimizer, config, on_cpu=on_cpu
@@ -172,19 +173,20 @@ class Zero(Strategy):
         return bool(flag.item())
 
     def _gathered(self, parameter: nn.Parameter, key: str, held: dict[str, Tensor]) -> Tensor:
-        """One of the optimizer's tensors of a parameter, put together from all processes' parts on the CPU."""
+        """One of the optimizer's tensors of a parameter, put together from all processes' parts on the main one's CPU;
+        nothing elsewhere."""
         piece, device = self.pieces[parameter], self.accelerator.device
         if key == "step":
             steps = held["step"].to(device, copy=True) if held else torch.zeros((), device=device)
-            dist.all_reduce(steps, dist.ReduceOp.MAX)
+            dist.reduce(steps, 0, dist.ReduceOp.MAX)
             return steps.cpu()
         whole = torch.zeros(piece.padded, device=device)
         if held:
             part = held[key][piece.start : piece.start + piece.count]
             whole[piece.at : piece.at + piece.count] = part.to(device)
-        dist.all_reduce(whole)
+        dist.reduce(whole, 0)
         shape = self._shape(parameter)
-        return whole[: shape.numel()].view(shape).cpu()
+        return whole[: shape.numel()].view(shape).cpu() if self.accelerator.is_main_process else whole[:0]
 
     def _pieces(self) -> dict[nn.Parameter, Piece]:
         """Stages 1 and 2: a group's parameters lie back to back in one flat tensor, of which each process has a

@@ -28,6 +28,7 @@ from data.features.writer import FeatureWriter, ShardWriter
 from data.processes import ALONE, Stage
 from models.errors import EyasError
 from models.quantize import computed_in
+from models.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from data.masks.template import Example
@@ -173,7 +174,7 @@ def _help(
     for index in plan["shares"][stage.rank]:
         _fill(writer, index, target, examples, batch_tokens, meter)
     stage.hear(WHOLE.format(key))
-    return FeatureStore.open(folder, key=key, written=writer.written, tick=stage.moved)
+    return FeatureStore.open(folder, key=key, written=writer.written, tick=stage.moved, remember=False)
 
 
 def split(shards: Sequence[int], tokens: Sequence[int], processes: int) -> list[list[int]]:
@@ -189,20 +190,6 @@ def split(shards: Sequence[int], tokens: Sequence[int], processes: int) -> list[
 
 def disk_free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
-
-
-def format_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def format_seconds(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class _Meter:

@@ -118,11 +118,13 @@ class FeatureStore:
         key: str | None = None,
         written: Mapping[str, Any] | None = None,
         tick: Tick = nothing,
+        remember: bool = True,
     ) -> FeatureStore:
         """Verify and open. Raises EyasError naming the file if the store is unfinished, damaged or another one.
 
         Checksums of shards not touched since they were last verified are not computed again, nor those of shards that
         are still as this job wrote them (``written``: file name -> :func:`file_state`). tick: called after each shard.
+        remember: note down what was verified, as one process of a job does.
         """
         folder = Path(folder)
         manifest = Manifest.read(folder)
@@ -134,7 +136,7 @@ class FeatureStore:
                 "whole; run the same command again to continue it"
             )
         documents = _read_documents(folder, manifest)
-        _verify(folder, manifest, written or {}, tick)
+        _verify(folder, manifest, written or {}, tick, remember=remember)
         return cls(folder, manifest, documents)
 
     @staticmethod
@@ -216,8 +218,8 @@ def _read_documents(folder: Path, manifest: Manifest) -> Documents:
     return documents
 
 
-def _verify(folder: Path, manifest: Manifest, written: Mapping[str, Any], tick: Tick) -> None:
-    """Check every shard, remembering when each file checked last changed (a cache: it may vanish at any time)."""
+def _verify(folder: Path, manifest: Manifest, written: Mapping[str, Any], tick: Tick, *, remember: bool) -> None:
+    """Check every shard. What is remembered is when each file checked last changed: a cache, it may vanish any time."""
     path, known, seen = folder / VERIFIED, {}, {}
     with suppress(OSError, ValueError):
         known = json.loads(path.read_bytes())
@@ -231,7 +233,7 @@ def _verify(folder: Path, manifest: Manifest, written: Mapping[str, Any], tick: 
         if state is not None and time.time_ns() - max(state[1:3]) > SETTLED_NS:
             seen[shard.file] = state
         tick()
-    if seen != known:
+    if remember and seen != known:
         with suppress(OSError, EyasError):
             write_atomic(path, json.dumps(seen).encode())
 

@@ -26,6 +26,7 @@ from eval.look.table import LOSSY, NONE, NOTE, WIDE, columns, comparisons, legen
 from eval.look.table import Table as Words
 from models.files import write_atomic
 from models.run_folder import REPORT
+from models.signals import raise_again
 from models.visible import visible
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def write_report(
     except OSError:
         raise
     except Exception:  # hours of measuring must not be lost to a picture
+        raise_again()
         log.exception("%s could not be drawn; the numbers are in %s", PAGE, REPORT)
     write_atomic(folder / REPORT, json.dumps(report, indent=1, allow_nan=False) + "\n")
     return folder / REPORT

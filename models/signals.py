@@ -29,13 +29,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
+
+from models.launch import launched, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 PAIR = 1.0  # seconds within which a second signal belongs to the first
 LAUNCHED_PAIR = 5.0  # the same with a launcher, whose machine may be busy
 BY_SIGNAL = 128  # plus the signal's number: the exit code of a process that it ended, as shells have it
+INTERRUPTED = BY_SIGNAL + signal.SIGINT
 
 
 class Interrupted(KeyboardInterrupt):
@@ -67,12 +70,16 @@ def told_of(interrupt: KeyboardInterrupt, goes: str) -> tuple[str, int]:
     return message, BY_SIGNAL + number
 
 
+class Asked(Exception):
+    """Training was asked to stop while it was at work that can be broken off (see :meth:`StopRequest.breaking`)."""
+
+
 class Pair:
     """Tells what a signal means by those that came before it."""
 
     def __init__(self) -> None:
         self._first: float | None = None
-        self._lasts = LAUNCHED_PAIR if "RANK" in os.environ else PAIR
+        self._lasts = LAUNCHED_PAIR if launched() else PAIR
 
     def first(self) -> bool:
         """Whether no signal came before this one."""
@@ -94,11 +101,13 @@ class _Raise:
     """The handler that raises."""
 
     def __init__(self) -> None:
-        self._pair = Pair()
+        self.pair = Pair()
         self.leaving = False
+        self.raised = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.leaving and (self._pair.first() or self._pair.insists(number)):
+        if not self.leaving and (self.pair.first() or self.pair.insists(number)):
+            self.raised = number
             raise Interrupted(number)
 
 
@@ -108,6 +117,15 @@ def raising() -> Iterator[None]:
     back afterwards. Within another ``raising`` it does nothing."""
     with _handled(_Raise()):
         yield
+
+
+def raise_again() -> None:
+    """Raise the Interrupted that a library has swallowed or made another exception of (as the import of a compiled one
+    does), if there was one: what was made since is not what it seems."""
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        if isinstance(handler, _Raise) and handler.raised:
+            raise Interrupted(handler.raised)
 
 
 def leaving() -> None:
@@ -131,11 +149,13 @@ class StopRequest:
     """Context: SIGTERM and SIGINT ask training to stop, which the trainer looks up once a step.
 
     ``number``: the signal that asked first, 0 while none has. The main process says so at once, in one line on stderr.
-    Another Ctrl-C later raises Interrupted. Does nothing outside the main thread.
+    Another Ctrl-C later raises Interrupted, and so does leaving the context though somebody asked: there was no step
+    left to stop after. Does nothing outside the main thread.
     """
 
     def __init__(self) -> None:
         self.number = 0
+        self._breaks = False
         self._pair = Pair()
         self._told = threading.Lock()
 
@@ -150,18 +170,35 @@ class StopRequest:
         self._read, self._write = socket.socketpair()
         for end in (self._read, self._write):
             end.setblocking(False)
+        self._outer = [signal.getsignal(number) for number in SIGNALS]
         self._handlers = _handled(self._handle)
         self._handlers.__enter__()
         if _in_main_thread():
             self._file = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for handler in self._outer:
+            if isinstance(handler, _Raise):
+                handler.pair = self._pair  # the echo of what ended the loop may come when this is over
         if _in_main_thread():
             signal.set_wakeup_fd(self._file)
         self._handlers.__exit__(None, None, None)
         self._read.close()
         self._write.close()
+        if error is None and self.number:
+            raise Interrupted(self.number)
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Within it a request raises Asked: long work of one process, which what asks for it need not wait for."""
+        if self.number:
+            raise Asked
+        self._breaks = True
+        try:
+            yield
+        finally:
+            self._breaks = False
 
     def poll(self) -> int:
         """The signal that asked to stop or 0, known even while the main thread hangs in C code; for another thread."""
@@ -174,6 +211,8 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._pair.first():
             self._note(number)
+            if self._breaks:
+                raise Asked
         elif self._pair.insists(number):
             raise Interrupted(number)
 
@@ -181,7 +220,7 @@ class StopRequest:
         if not self._told.acquire(blocking=False):
             return
         self.number = number
-        if os.environ.get("RANK", "0") == "0":
+        if rank() == 0:
             line = f"{signal.Signals(number).name}: saving after this step, then leaving\n"
             # Not through sys.stderr: the main thread may just be writing there.
             os.write(2, ("\n" * sys.stderr.isatty() + line).encode())
