@@ -5,6 +5,7 @@ Only :func:`check_accepted` imports deepspeed, so a mistake is told before hours
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -35,6 +36,14 @@ OFF = {
 }
 # What would change the module, its batches or its steps behind Eyas's back
 UNSUPPORTED = ("compression_training", "data_efficiency", "hybrid_engine", "pipeline", "tensor_parallel", "compile")
+KNOWN = (  # keys of DeepSpeed's documentation, by which a misspelt one is known
+    *OFF, *UNSUPPORTED, ZERO, "optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "gradient_allreduce_op",
+    "prescale_gradients", "communication_data_type", "sparse_gradients", "steps_per_print", "wall_clock_breakdown",
+    "dump_state", "memory_breakdown", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
+    "monitor_config", "autotuning", "elasticity", "checkpoint", "data_types", "aio", "timers", "disable_allgather",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "managed_gradient_accumulation", "sparse_attention",
+)  # fmt: skip
 UNSUPPORTED_ZERO = ("zenflow",)
 
 
@@ -138,6 +147,7 @@ class OwnFile:
         for key, who in OFF.items():
             if _asks(self.content.get(key)):
                 self._refuse(key, self.content[key], who)
+        self._spelling()
         self._optimizer(optim)
         for key, value in _leaves(self.content.get("scheduler", {}), "scheduler"):
             if key != "scheduler.type":  # the name of a template whose numbers are all left open
@@ -147,6 +157,13 @@ class OwnFile:
                 if _asks(section.get(key)):
                     raise EyasError(f"{self.path}: {prefix}{key}: Eyas can't train with it; leave it out")
         self._offloads(strategy)
+
+    def _spelling(self) -> None:
+        """DeepSpeed overlooks a key that it doesn't know, which is mostly a known one misspelt."""
+        for key in self.content:
+            near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.8)
+            if key not in KNOWN and near:
+                raise EyasError(f"{self.path}: {key}: DeepSpeed has no such key; did you mean {near[0]}?")
 
     def rest(self) -> dict[str, Any]:
         """What is left to DeepSpeed: without the sections that Eyas leaves off, and without "auto"."""

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from models.drafter import Drafter
 from models.errors import EyasError
+from models.files import save_tensors
 from models.vocab import DraftVocab
 
 WEIGHTS = "model.safetensors"
@@ -41,7 +42,7 @@ def save_drafter(drafter: Drafter, folder: Path, weights: Mapping[str, Tensor] |
         raise ValueError(f"not the weights of this {type(drafter).__name__}: {sorted(missing)}")
     if empty := sorted(name for name, tensor in tensors.items() if not tensor.numel()):
         raise EyasError(f"{folder}: {empty[0]} has no numbers: its parts were not put together; nothing is saved")
-    save_file({**tensors, VOCAB_IDS: drafter.vocab.ids.contiguous()}, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors({**tensors, VOCAB_IDS: drafter.vocab.ids.contiguous()}, folder / WEIGHTS)
     cls = type(drafter)
     about = {
         "format": FORMAT,

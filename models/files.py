@@ -7,13 +7,17 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from models.errors import EyasError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,3 +94,17 @@ def out_of_space(path: Path, advice: str) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise EyasError(f"{path}: {os.strerror(error.errno)}. {advice}") from error
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file. Raises OSError for what the disk refuses, which safetensors tells in words only."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"} if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        told = re.search(r"os error (\d+)", str(error))
+        if told is None:
+            raise
+        raise OSError(int(told[1]), os.strerror(int(told[1])), str(path)) from error

@@ -6,6 +6,8 @@ import ctypes
 import os
 import sys
 
+from models.errors import EyasError
+
 LOCAL_RANK = "LOCAL_RANK"  # which DeepSpeed sets as well
 
 
@@ -16,12 +18,17 @@ def launched() -> bool:
 
 def rank() -> int:
     """Which process of the job this is."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
 
 
 def world() -> int:
     """How many processes the job has."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    size = _number("WORLD_SIZE", 1)
+    if size > 1 and not launched():
+        raise EyasError(
+            f"WORLD_SIZE={size} is set in the environment, but not RANK: start several processes with torchrun"
+        )
+    return size
 
 
 def local_rank() -> int:
@@ -42,3 +49,10 @@ def follow_parent(number: int) -> None:
     nothing behind that goes on by itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PDEATHSIG, number)
+
+
+def _number(name: str, default: int) -> int:
+    given = os.environ.get(name, str(default))
+    if not given.isdecimal():
+        raise EyasError(f"{name}={given} in the environment: must be a number, as launchers set it")
+    return int(given)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from models.checkpoint import ARCHITECTURE, UNREADABLE, drafter_class, load_drafter
 from models.drafter import Drafter, Serving
 from models.errors import EyasError
-from models.files import read_json, sync
+from models.files import read_json, save_tensors, sync
 from models.frozen import FrozenTarget
 from models.recognise import Method, method_of_class, recognise
 from models.weight_files import DrafterWeights, check_finite
@@ -59,7 +58,7 @@ def fill_export(served: Serving, folder: Path, dtype: str) -> None:
     if dtype not in DTYPES:
         raise EyasError(f"export.dtype={dtype}: must be one of {', '.join(DTYPES)}")
     cast = {name: cast_tensor(name, tensor, DTYPES[dtype]) for name, tensor in served.tensors.items()}
-    save_file(cast, folder / served.weights, metadata={"format": "pt"})
+    save_tensors(cast, folder / served.weights)
     whole = served.config | {"dtype": dtype, "torch_dtype": dtype}  # both spellings: Transformers 5 and 4
     (folder / CONFIG).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     (folder / served.weights).chmod((folder / CONFIG).stat().st_mode)  # safetensors lets only the owner read it

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from models.drafter import Serving
 from models.errors import EyasError
-from models.files import read_json
+from models.files import read_json, save_tensors
 from models.load_frozen import WeightFiles, read_header
 from models.mtp_names import bare
 from models.mtp_serving import COUNTS, carried_modules, carried_names, text_config
@@ -90,15 +89,13 @@ def _write_weights(files: list[Path], dropped: set[str], tensors: Mapping[str, T
             _link(path, new)
         elif kept:
             with safe_open(path, framework="pt") as file:
-                save_file({name: file.get_tensor(name) for name in kept}, new, metadata=file.metadata())
+                save_tensors({name: file.get_tensor(name) for name in kept}, new, file.metadata())
             shutil.copymode(path, new)
         where |= dict.fromkeys(kept, new.name)
     name, number = "model-mtp.safetensors", 1
     while (out / name).exists():  # a target that was stitched before, with other tensors in that shard
         name, number = f"model-mtp-{number}.safetensors", number + 1
-    save_file(
-        {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, out / name, {"format": "pt"}
-    )
+    save_tensors({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, out / name)
     shutil.copymode(files[0], out / name)
     return {"metadata": {"total_size": size}, "weight_map": where | dict.fromkeys(tensors, name)}
 

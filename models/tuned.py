@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from models.errors import EyasError
-from models.files import read_json
+from models.files import read_json, save_tensors
 from models.packed import lay_out_again
 from models.portable import TARGET
 from models.run_folder import file_digest
@@ -66,7 +66,7 @@ def save_tuned(
     write instead of the backbone's own state dict, of which they are a part."""
     found = _state(backbone, lora, backbone.state_dict() if weights is None else weights)
     tensors = {name: tensor.detach().contiguous() for name, tensor in found.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS)
     kind = {"kind": "full"} if lora is None else {"kind": "lora", "lora": dict(lora)}
     (folder / ABOUT).write_text(json.dumps({"format": FORMAT, **kind, **about}, indent=1) + "\n", encoding="utf-8")
 

@@ -172,7 +172,7 @@ class Trial:
             record.leaving = max(record.leaving, time.monotonic() - began)
             print(f"{self.label}: {victim} killed in {phase}, step {watch.step}", flush=True)
         elif code:
-            raise EyasError(f"{self.label}: start {record.starts} failed by itself: {last_words(said)}")
+            raise EyasError(f"{self.label}: start {record.starts} failed by itself, code {code}: {last_words(said)}")
         return code == 0
 
     def strike(self, job: Job, watch: Watch, generator: random.Random) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -373,3 +374,9 @@ def test_only_train_runs_in_several_processes(
     assert config("conf=debug").name == "debug"
     assert "data: runs in one process" in refusal(capsys, "conf=debug", job="data")
     assert "--multirun: a sweep runs in one process" in refusal(capsys, "--multirun", "seed=1,2")
+
+
+def test_what_the_verbs_are_built_on_imports_none_of_them() -> None:
+    files = [path for folder in ("conf", "models", "data") for path in (ROOT / folder).rglob("*.py")]
+    upwards = re.compile(r"^\s*(?:from|import) (?:train|eval|scripts)\b", re.MULTILINE)
+    assert len(files) > 100 and [path for path in files if upwards.search(path.read_text(encoding="utf-8"))] == []

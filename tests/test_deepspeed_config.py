@@ -246,3 +246,11 @@ def test_deepspeed_that_is_missing_or_too_old(version: str | None, words: str, m
     with pytest.raises(EyasError) as refused:
         check_installed()
     assert words in str(refused.value) and "pip install 'eyas[deepspeed]'" in str(refused.value)
+
+
+def test_a_misspelt_section_is_told(tmp_path: Path) -> None:
+    """DeepSpeed would overlook it."""
+    path = tmp_path / "own.json"
+    path.write_text('{"zero_optimisation": {"stage": 2}}')
+    with pytest.raises(EyasError, match="zero_optimisation: DeepSpeed has no such key; did you mean zero_optimization"):
+        deepspeed_config(StrategyConfig(name="zero2", deepspeed=str(path)), OptimConfig(), 1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from models.drafter import Drafter
+from models.errors import EyasError
+from models.files import save_tensors
 from models.signals import Interrupted, Stopped
 from tests.test_trainer import InMemory, config, make
 from train.tracking import CLOCKED, METRICS, read_metrics
@@ -199,3 +203,39 @@ def test_a_save_that_fails_leaves_room(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="No space"):
         trainer.fit()
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("step", None, "step is missing"),
+        ("step", "4", "step=4"),
+        ("step", 3, "of another step"),
+        ("window", None, "window is missing"),
+        ("best", [1], r"best=\[1\]"),
+        ("colour", "red", "another version of Eyas"),
+    ],
+)
+def test_a_state_that_is_none(tmp_path: Path, key: str, value: Any, told: str) -> None:
+    cfg = config(steps=4, save_every=2, eval_every=2)
+    make(tmp_path, cfg).fit()
+    path = tmp_path / "checkpoints/step_00000004/state.json"
+    state = json.loads(path.read_text())
+    state.pop(key, None)
+    path.write_text(json.dumps(state if value is None else state | {key: value}))
+    with pytest.raises(EyasError, match=rf"step_00000004/state\.json: .*{told}"):
+        make(tmp_path, cfg).fit()
+
+
+def test_a_disk_that_is_full_is_told_as_such(tmp_path: Path) -> None:
+    """What safetensors tells in words becomes what Python tells: file, number and words."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+        with pytest.raises(OSError) as full:
+            save_tensors({"a": torch.zeros(5000)}, tmp_path / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert full.value.errno == errno.EFBIG and full.value.filename == str(tmp_path / "model.safetensors")

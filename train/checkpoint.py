@@ -21,12 +21,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from conf.options import fits
 from models.checkpoint import fill, read_weights, save_drafter
 from models.drafter import Drafter
 from models.errors import EyasError
@@ -64,6 +65,9 @@ class TrainState:
     stopped: bool = False
     perplexity: dict[str, float] = field(default_factory=dict)
     content: dict[str, str] = field(default_factory=dict)
+
+
+TYPES = get_type_hints(TrainState)
 
 
 class CheckpointDir:
@@ -133,12 +137,22 @@ class CheckpointDir:
         return found
 
     def read_state(self, folder: Path) -> TrainState:
-        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        content.pop("files")
+        """Raises EyasError for a state that is not one of this version, or not of this folder."""
+        path = folder / STATE
+        content = read_json(path)
+        content.pop("files", None)
         try:
-            return TrainState(**content)
+            state = TrainState(**content)
         except TypeError as error:
-            raise EyasError(f"{folder / STATE}: written by another version of Eyas ({error})") from error
+            raise EyasError(f"{path}: written by another version of Eyas ({error})") from error
+        fresh = asdict(TrainState())
+        missing = sorted(fresh.keys() - content.keys())
+        odd = [key for key, value in content.items() if not fits(value, TYPES[key])]
+        if missing or odd or folder != self.folder(state.step):
+            told = [f"{key} is missing" for key in missing] + [f"{key}={content[key]}" for key in odd]
+            wrong = next(iter(told), "of another step")
+            raise EyasError(f"{path}: damaged ({wrong}); remove {folder} to go on from the checkpoint before it")
+        return state
 
     def agree_on_latest(self, accelerator: Accelerator) -> tuple[Path, TrainState] | None:
         """:meth:`latest` after :meth:`clean`, with its state: the main process looks, the others take its word."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from models.errors import EyasError
+from models.files import save_tensors
 
 FILES = "optimizer-*.safetensors"
 FILE_BYTES = 1 << 30  # so many are held in memory at a time while writing
@@ -39,7 +39,7 @@ def write_states(
     def flush() -> None:
         nonlocal held, number, size
         number += 1
-        save_file(held, folder / f"optimizer-{number:05d}.safetensors", metadata={"format": "pt"})
+        save_tensors(held, folder / f"optimizer-{number:05d}.safetensors")
         held, size = {}, 0
 
     for name, state in states:

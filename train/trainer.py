@@ -95,7 +95,7 @@ class Trainer:
         self.watchdog = watchdog or Watchdog(accelerator, 60 * cfg.strategy.timeout_minutes)
         more = (t.depth_keep, t.top_k, t.top_k_weight, t.lk_eta)
         objective = Objective(t.loss, t.depth_weights, t.decay, t.chunk, *more)
-        self.spec = TrainSpec(objective, t.depths)
+        self.spec = TrainSpec(objective, t.depths, recompute=t.recompute)
         # Documents without a slot have no gradient, and a step of nothing else would have no denominator.
         self.documents = [d for d, slots in enumerate(train.slots) if slots]
         if not self.documents:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from conf.deepspeed import check_accepted, check_installed, deepspeed_config
 from conf.schema import OptimConfig, StrategyConfig
 from models.batch import Batch
 from models.drafter import TrainSpec
+from models.errors import EyasError
 from models.frozen import FrozenTarget
 from models.objective import Score
 from train.optimizer_state import OptimizerStates, State
@@ -42,8 +42,7 @@ class LossFirst(nn.Module):
         self.found: list[Score] = []  # of the last forward
 
     def forward(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Tensor:
-        with set_checkpoint_early_stop(False):  # stopped early, a layer's hooks would not run to let its weights go
-            self.found = [self.inner(batch, frozen, spec)]
+        self.found = [self.inner(batch, frozen, spec)]
         return self.found[0].loss_sum
 
 
@@ -245,5 +244,8 @@ def start_engine(module: nn.Module, optimizer: Optimizer, config: dict[str, Any]
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
     os.environ.setdefault(LOCAL_RANK, "0")  # asked for now and later
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    try:
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise EyasError(f"strategy: DeepSpeed can't do what it is configured for here: {error}") from error
     return engine
