@@ -28,12 +28,11 @@ from models.device import pick_device
 from models.drafter import Drafter, TrainSpec
 from models.errors import EyasError
 from models.frozen import FrozenTarget
-from models.launch import launched, world
+from models.launch import LOCAL_RANK, launched, world
 from models.objective import Score
 from train.optimizer_state import OptimizerStates, State
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
-LOCAL_RANK = "LOCAL_RANK"
 # The last resort: long before, the watchdog (train/watchdog.py) names the process that is missing.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
 

@@ -28,9 +28,10 @@ from models.batch import Batch
 from models.drafter import TrainSpec
 from models.errors import EyasError
 from models.frozen import FrozenTarget
+from models.launch import LOCAL_RANK
 from models.objective import Score
 from train.optimizer_state import OptimizerStates, State
-from train.strategy import COLLECTIVE_TIMEOUT, LOCAL_RANK, Pass, Strategy
+from train.strategy import COLLECTIVE_TIMEOUT, Pass, Strategy
 
 
 class LossFirst(nn.Module):
