@@ -33,7 +33,7 @@ def world() -> int:
 
 def local_rank() -> int:
     """Which one of its own machine this process is."""
-    return int(os.environ.get(LOCAL_RANK, "0"))
+    return _number(LOCAL_RANK, 0)
 
 
 def main_host() -> str:

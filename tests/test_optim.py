@@ -12,7 +12,8 @@ from models.vocab import DraftVocab
 from tests.linear_drafter import LinearDrafter
 from train.optim import Muon, build_optimizer, lr_factor, orthogonalise, set_lr
 from train.optimizer_state import OptimizerStates, write_states
-from train.strategy import Replicated, build_accelerator
+from train.replicated import Replicated
+from train.strategy import build_accelerator
 
 
 def test_warmup_and_cosine_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,3 +85,7 @@ def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
 def perplexity(nll: float) -> float:
     """exp of a mean -log p; infinite where that is no number any more."""
     return math.exp(nll) if nll < 700 else math.inf
+
+
+def rates(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)

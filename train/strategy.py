@@ -1,4 +1,6 @@
-"""How a module is trained on all processes of a run. Strategies differ in this file and train/zero.py alone.
+"""How a module is trained on all processes of a run: what all strategies share, and what they must do.
+
+They differ in train/replicated.py and train/zero.py alone.
 
 The trainer sees an :class:`accelerate.Accelerator`, which starts the processes, and a :class:`Strategy`, which holds
 the module and its optimizer. All of them keep float32 weights (bfloat16 is autocast around the forward), take the same
@@ -10,7 +12,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,6 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from conf.schema import Config
 from models.batch import Batch
 from models.device import pick_device
 from models.drafter import Drafter, TrainSpec
@@ -163,78 +163,6 @@ class Strategy(ABC):
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer updates, by name."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-
-
-class Replicated(Strategy):
-    """Every process has all of the module and of the optimizer (none, ddp)."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        module: nn.Module,
-        optimizer: Optimizer,
-        *,
-        dtype: torch.dtype | None,
-        max_norm: float,
-        unused: bool,
-    ) -> None:
-        super().__init__(accelerator, module, optimizer)
-        self.max_norm, self.plain = max_norm, Pass(module, dtype)
-        if accelerator.ddp_handler is not None:
-            # Processes that exchange gradients would wait for those of parameters that have none in some steps; to look
-            # for them costs a walk through the graph in every step.
-            accelerator.ddp_handler.find_unused_parameters = unused
-        self.model = accelerator.prepare_model(self.plain)
-
-    def learn(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec, weight: float, *, last: bool) -> Score:
-        with nullcontext() if last else self.accelerator.no_sync(self.model):
-            score: Score = self.model(batch, frozen, spec)
-            (score.loss_sum * weight).backward()
-        return score
-
-    def warm_up(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> None:
-        """DDP arranges its buckets anew by the first pass, and with more than two processes the arrangement decides in
-        which order numbers are added: a session that goes on must have it from its first step."""
-        if self.model is not self.plain:
-            self.learn(batch, frozen, spec, 0.0, last=True)
-            self.optimizer.zero_grad()
-
-    def step(self) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
-
-    @torch.no_grad()
-    def score(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> Score:
-        found: Score = self.plain(batch, frozen, spec)
-        return found
-
-    def optimizer_states(self) -> Iterator[tuple[str, State]]:
-        if self.accelerator.is_main_process:
-            for name, parameter in self.trained().items():
-                if state := self.optimizer.state.get(parameter):
-                    yield name, state
-
-    def load_optimizer(self, states: OptimizerStates) -> None:
-        trained = self.trained()
-        states.check_names(trained)
-        counts_there = self.optimizer.defaults.get("fused")  # otherwise the count of steps is read on the CPU
-        for name, parameter in trained.items():
-            if found := states.of(name, parameter.shape):
-                moved = {k: v.to(parameter.device) if v.ndim or counts_there else v for k, v in found.items()}
-                self.optimizer.state[parameter] = moved
-
-
-def spread(cfg: Config, accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, unused: bool) -> Strategy:
-    """The module under ``cfg.strategy``. ``unused``: some steps leave some parameters without a gradient."""
-    dtype = PRECISIONS[pick_precision(cfg.train.precision, cfg.device)]
-    if cfg.strategy.name in ("none", "ddp"):
-        max_norm = cfg.optim.max_grad_norm
-        return Replicated(accelerator, module, optimizer, dtype=dtype, max_norm=max_norm, unused=unused)
-    from train.zero import Zero
-
-    return Zero(accelerator, module, optimizer, dtype=dtype, strategy=cfg.strategy, optim=cfg.optim)
 
 
 def passes_of(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
+
+from train.metrics import rates
 
 if TYPE_CHECKING:
     from train.trainer import Trainer
@@ -43,7 +45,3 @@ def step_line(row: Mapping[str, Any], step: int, total: int, left: float) -> str
         f"accuracy {rates(row['accuracy'])}, grad norm {row['grad_norm']:.3f}, lr {row['lr']:.2e}, "
         f"{row['tokens_per_s']:.0f} tokens/s, {tqdm.format_interval(left)} left"
     )
-
-
-def rates(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)

@@ -39,7 +39,8 @@ from train.metrics import Totals
 from train.optim import build_optimizer, lr_factor, set_lr
 from train.optimizer_state import OptimizerStates
 from train.places import Phase
-from train.strategy import Agreement, Strategy, passes_of, spread
+from train.spread import spread
+from train.strategy import Agreement, Strategy, passes_of
 from train.summary import plan_of, step_line
 from train.tracking import Tracker, progress, settle
 from train.validation import Broken, Validator, is_impatient

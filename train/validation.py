@@ -20,9 +20,8 @@ from models.frozen import FrozenTarget
 from models.signals import Asked
 from models.simulate import simulated_tau
 from train.checkpoint import TrainState
-from train.metrics import Totals, sum_over_processes
+from train.metrics import Totals, rates, sum_over_processes
 from train.strategy import Strategy, passes_of
-from train.summary import rates
 
 SIMULATED = ("tau_t0", "simulated")  # where the tau that decides stands in a row, and what best.json calls it
 
