@@ -49,9 +49,13 @@ def publish(temporary: Path, path: Path) -> None:
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replace a file in one move: a reader sees the old content or the new, never a part. Text is UTF-8."""
     temporary = path.with_name(f".{path.name}.tmp")  # the same every time: a leftover is overwritten
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync(temporary)
-    publish(temporary, path)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(temporary)
+        publish(temporary, path)
+    except BaseException:  # a full disk, or a signal
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def lock(folder: Path, doing: str) -> IO[bytes]:

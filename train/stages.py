@@ -10,6 +10,7 @@ import gc
 import inspect
 import logging
 import secrets
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -117,6 +118,8 @@ def gather(cfg: Config, accelerator: Accelerator, run_dir: Path, tick: Tick = no
     target, data, store = asdict(cfg.target), asdict(cfg.data), asdict(cfg.store)
     (token,) = broadcast_object_list([secrets.token_hex(8)])  # all have just started: nobody waits
     job = Job(accelerator.process_index, accelerator.num_processes, run_dir / JOB, token)
+    if job.size == 1:
+        shutil.rmtree(job.folder, ignore_errors=True)  # of several that were killed
     with job.stage("inputs", tick) as stage, stage.main_first():
         files = open_target(target)
         stage.moved()
