@@ -33,6 +33,7 @@ from conf.schema import Config
 from conf.validate import resolve
 from models.errors import EyasError
 from models.launch import launched, rank, world
+from models.log_files import note_in_log_files
 from models.signals import leaving, raising, told_of
 from models.visible import visible
 
@@ -163,9 +164,15 @@ def with_log(arguments: Sequence[str]) -> list[str]:
 
 
 def checked_arguments(arguments: Sequence[str]) -> list[str]:
-    """The command line, with ``--multirun`` in front (Hydra's parser can't find it between overrides)."""
-    check_arguments([argument for argument in arguments if not argument.startswith("-")])
-    return sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+    """The command line as Hydra's parser takes it: ``--multirun``, overrides, then other flags with their values."""
+    multirun, overrides, flags = list[str](), list[str](), list[str]()
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument in ("-m", "--multirun"):
+            multirun.append(argument)
+        else:
+            (flags if argument.startswith("-") or before in VALUED else overrides).append(argument)
+    check_arguments(overrides)
+    return multirun + overrides + flags
 
 
 def is_plain_sweep(arguments: Sequence[str]) -> bool:
@@ -196,6 +203,7 @@ def told_plainly(job: str) -> Iterator[None]:
             message, code = told_of(interrupt, "starts again" if job in MEASURING else "continues where it stopped")
             if not rank():
                 print(message, file=sys.stderr)
+                note_in_log_files(message, logging.WARNING)
             sys.exit(code)
 
 
@@ -203,6 +211,7 @@ def leave(message: str) -> NoReturn:
     leaving()
     where = f"[rank {rank()}] " if launched() else ""
     print(f"{where}error: {visible(message)}", file=sys.stderr)
+    note_in_log_files(f"{where}{visible(message)}")
     sys.exit(USER_MISTAKE)
 
 

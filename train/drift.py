@@ -51,8 +51,9 @@ def settle_config(cfg: Config, run_dir: Path, *, begun: bool, write: bool) -> No
             f"{path}: this run was begun with another configuration, and going on with a new one would give weights "
             "that neither describes:\n  " + "\n  ".join(fatal) + "\nUndo the change, or train under another name="
         )
-    for line in changes.values() if write else ():
-        log.warning("differs from %s: %s", path, line)
+    for key, line in changes.items() if write else ():
+        free = key == "strategy" or key.startswith("strategy.")  # made to be changed
+        log.log(logging.INFO if free else logging.WARNING, "differs from %s: %s", path, line)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -37,7 +38,9 @@ class Replicated(Strategy):
             # Processes that exchange gradients would wait for those of parameters that have none in some steps; to look
             # for them costs a walk through the graph in every step.
             accelerator.ddp_handler.find_unused_parameters = unused
-        self.model = accelerator.prepare_model(self.plain)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers, whose new name Accelerate does not know
+            self.model = accelerator.prepare_model(self.plain)
 
     def learn(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec, weight: float, *, last: bool) -> Score:
         with nullcontext() if last else self.accelerator.no_sync(self.model):

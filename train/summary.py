@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from conf.schema import Config
 from train.metrics import rates
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def plan_of(trainer: Trainer) -> str:
         "tokens": f"{tokens:,}, of which {supervised:,} supervised ({supervised / tokens:.0%})",
         "optimizer steps": f"{trainer.total:,} ({trainer.plan.epoch(trainer.total):.2f} epochs)",
         "tokens per step": f"up to {t.bin_tokens * t.bins_per_step:,} in {t.bins_per_step} bins",
-        "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {t.precision}",
+        "processes": f"{accelerator.num_processes} on {accelerator.device.type}, {t.precision}, {strategy_of(cfg)}",
         "trainable, drafter": f"{drafter.trainable_parameters():,} parameters",
         "trainable, target": f"{target.trainable_parameters():,} parameters",
         "draft vocabulary": f"{len(drafter.vocab):,} of {drafter.vocab.size:,} tokens",
@@ -36,6 +37,13 @@ def plan_of(trainer: Trainer) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+
+def strategy_of(cfg: Config) -> str:
+    """Strategy, and what was said about it."""
+    strategy = cfg.strategy
+    more = (" with offload" * strategy.offload, f" by {strategy.deepspeed}" if strategy.deepspeed else "")
+    return f"strategy {strategy.name}{''.join(more)}"
 
 
 def step_line(row: Mapping[str, Any], step: int, total: int, left: float) -> str:

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from models.errors import EyasError
 from models.launch import launched, local_rank, main_host
+from models.log_files import note_in_log_files
 from models.signals import Stopped, StopRequest
 from train.places import AGAIN, FAILED, LEAVING, LOST, Member, Phase, behind, gone, silent
 
@@ -203,7 +204,7 @@ class Watchdog:
         for link in self._links:
             link.send({"end": message} if self.rank == 0 else {"leave": LOST})
         # In a thread, as whoever hangs may hold a lock of theirs.
-        flushing = threading.Thread(target=flush, daemon=True)
+        flushing = threading.Thread(target=flush, args=(message,), daemon=True)
         flushing.start()
         flushing.join(2.0)
         if aloud:
@@ -228,8 +229,9 @@ class RunningClock:
         self.now += min(self._last - last, self._longest)
 
 
-def flush() -> None:
-    """Write out what logs and streams still hold."""
+def flush(message: str) -> None:
+    """Note why this process ends, and write out what logs and streams still hold."""
+    note_in_log_files(message)
     for handler in logging.getLogger().handlers:
         handler.flush()
     for stream in (sys.stdout, sys.stderr):

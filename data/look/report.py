@@ -33,7 +33,7 @@ def show(inputs: Inputs, run_dir: Path, preview: int, coverage: Coverage | None 
     print_preview(inputs.corpus.train, inputs.files.tokenizer, count=preview, statistics=about["statistics"])
     run_dir.mkdir(parents=True, exist_ok=True)
     if has_begun(run_dir):  # data.json tells what its drafter was trained on
-        log.info("%s: this run has been trained; its %s and rejects.jsonl stay as they are", run_dir, DATA)
+        log.info("%s: training has begun, so %s and rejects.jsonl stay as they are", run_dir, DATA)
         return
     facts = {**about, "prompt": prompt_identity(inputs.template)}
     if coverage is not None:
