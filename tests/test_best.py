@@ -52,5 +52,7 @@ def test_processes_look_for_parameters_without_gradient_only_where_there_may_be_
 ) -> None:
     for deepest, looked_for in ((None, False), (3, False), (4, True)):
         monkeypatch.setattr(LinearDrafter, "max_depth", deepest)
-        handler = make(tmp_path, config(depths=3)).accelerator.ddp_handler
+        trainer = make(tmp_path, config(depths=3))
+        trainer._set_up(None)
+        handler = trainer.accelerator.ddp_handler
         assert handler is not None and handler.find_unused_parameters is looked_for

@@ -66,7 +66,7 @@ def test_chains_of_several_sequences_equal_the_unroll(family: str, modules: int,
         for k in range(depths):
             for slot, row in zip(used, logits, strict=True):
                 if (k, at[slot] - 1) in want:
-                    torch.testing.assert_close(row, want[k, at[slot] - 1], rtol=1e-4, atol=1e-4)
+                    torch.testing.assert_close(row, want[k, at[slot] - 1], rtol=1e-4, atol=2e-4)
                     compared.add((k, at[slot] - 1))
             if k + 1 < depths:
                 tokens = batch.input_ids[(torch.tensor([at[slot] for slot in used]) + 1 + k).clamp_max(42)]

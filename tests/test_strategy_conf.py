@@ -75,6 +75,7 @@ def test_deepspeed_and_its_file_are_asked_for_by_training_alone(
     assert config(*typed, job="eval").strategy.deepspeed == f"{tmp_path}/mine.json"
     (tmp_path / "mine.json").write_text('{"train_batch_size": 2}')
     assert "train_batch_size=2: train.bins_per_step decides" in refusal(capsys, *typed)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")  # as the launcher tells each of two processes
     assert config(*typed).strategy == StrategyConfig(name="zero3", deepspeed=f"{tmp_path}/mine.json")
 
@@ -99,6 +100,7 @@ def test_processes_without_a_bin_are_told_about(tmp_path: Path, monkeypatch: pyt
         (8, ""),
         (16, "train.bins_per_step=8 leaves 8 of 16 processes nothing to do; with 16 bins of train.bin_tokens=4096 "),
     ):
+        monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", str(world))
         config("conf=eagle3_llama", "data.path=x", f"name=on{world}")
         log = (tmp_path / f"outputs/on{world}/train.log").read_text()

@@ -123,6 +123,7 @@ def test_a_sweep_is_told_from_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EyasError, match="--multirun: a sweep runs in one process"):
         run_sweep(["seed=1,2"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -48,11 +48,11 @@ class Replicated(Strategy):
             (score.loss_sum * weight).backward()
         return score
 
-    def warm_up(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> None:
+    def warm_up(self, read: Callable[[], Batch], frozen: FrozenTarget, spec: TrainSpec) -> None:
         """DDP arranges its buckets anew by the first pass, and with more than two processes the arrangement decides in
         which order numbers are added: a session that goes on must have it from its first step."""
         if self.model is not self.plain:
-            self.learn(batch, frozen, spec, 0.0, last=True)
+            self.learn(read(), frozen, spec, 0.0, last=True)
             self.optimizer.zero_grad()
 
     def step(self) -> Tensor:

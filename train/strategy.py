@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -112,9 +112,9 @@ class Strategy(ABC):
     def learn(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec, weight: float, *, last: bool) -> Score:
         """Forward and backward of a batch, adding to the gradient; ``last``: the last one of its optimizer step."""
 
-    def warm_up(self, batch: Batch, frozen: FrozenTarget, spec: TrainSpec) -> None:
-        """A pass that teaches nothing, before the first one of a session: with the same batch every time, whatever
-        depends on the first pass is the same in every session."""
+    def warm_up(self, read: Callable[[], Batch], frozen: FrozenTarget, spec: TrainSpec) -> None:
+        """Where anything depends on the first pass of a session: one that teaches nothing, with a batch that is the
+        same in every session."""
         return
 
     @abstractmethod

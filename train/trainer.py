@@ -351,8 +351,9 @@ class Trainer:
         if newest is not None:
             self.strategy.load_optimizer(OptimizerStates(newest))
         longest = max(self.documents, key=self.train_source.slots.__getitem__)
-        batch = self.train_source.batch([longest]).to(self.accelerator.device)
-        self.strategy.warm_up(batch, self.frozen, self.spec)
+        self.strategy.warm_up(
+            lambda: self.train_source.batch([longest]).to(self.accelerator.device), self.frozen, self.spec
+        )
 
     @contextmanager
     def _tracking(self) -> Iterator[tuple[Tracker | None, tqdm]]:
