@@ -33,7 +33,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 pytest: $(SMOLLM2)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from models.errors import EyasError
 from models.files import write_atomic
+from models.launch import local_rank
 
 LOOK = 1.0  # at most so many seconds lie between two looks at the folder
 POST = 5.0  # seconds between two notes that a process is moving
@@ -119,7 +120,8 @@ class Stage:
                 self.tick()
             if silent and time.monotonic() - began > PATIENCE:
                 silent = False
-                log.info("process %d waits for another one (all must see the folder %s)", self.rank, self.folder)
+                level = logging.WARNING if local_rank() == 0 else logging.DEBUG  # one on every machine tells
+                log.log(level, "process %d waits for another one (all must see the folder %s)", self.rank, self.folder)
             time.sleep(pause)
             pause = min(LOOK, 2 * pause)
         return found
