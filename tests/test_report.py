@@ -56,6 +56,7 @@ def test_a_trained_run_keeps_what_it_was_trained_on(
     checkpoint.mkdir(parents=True)
     show(other, tmp_path / "run", 0)
     assert (tmp_path / "run" / "data.json").read_bytes() == written
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         compare_prompts(first.template, checkpoint)
         compare_prompts(other.template, tmp_path)  # no run: nothing to compare with
