@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from eval.measure import Bench, measure
 from eval.processes import Processes
 from eval.prompts import PlainText, Prompt, describe, prompt_template, read_prompts, usable
 from eval.verify.accept import Rule
-from models.device import pick_device
+from models.device import free_memory, pick_device
 from models.drafter import Drafter
 from models.errors import EyasError
 from models.frozen import FrozenTarget
@@ -95,9 +94,7 @@ class Loaded:
         """One for each target, loaded when it is asked for; whoever asks for the next should have dropped the last."""
         for target in self.targets:
             yield self._bench(target)
-            gc.collect()  # models refer to themselves
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            free_memory()
 
     def _bench(self, source: str | None) -> Bench:
         cfg, asked = self.cfg, [one for one in self.asked if one.target == source]

@@ -1,6 +1,8 @@
-"""The device that a configuration's ``device`` key stands for."""
+"""The device that a configuration's ``device`` key stands for, and its memory."""
 
 from __future__ import annotations
+
+import gc
 
 import torch
 
@@ -14,3 +16,10 @@ def pick_device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise EyasError("device=cuda: this PyTorch sees no CUDA device; use device=cpu or device=auto")
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def free_memory() -> None:
+    """Give back what nobody refers to any more: models refer to themselves, and CUDA's allocator keeps what it had."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import shutil
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,7 +101,6 @@ class CheckpointDir:
         """
         final = self.folder(state.step)
         if self._is_whole(final):
-            deque(states, maxlen=0)  # which all processes make together
             self._write_state(final, state, read_json(final / STATE)["files"])
             return final
         work = self.root / f"{TEMPORARY}{final.name}"

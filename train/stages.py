@@ -6,7 +6,6 @@ target folder -> documents -> features -> draft vocabulary -> drafter -> fit -> 
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import logging
 import secrets
@@ -30,7 +29,7 @@ from data.look.report import show
 from data.prepare import Inputs, open_target
 from data.processes import Job, Stage, Tick, nothing
 from models.checkpoint import drafter_class
-from models.device import pick_device
+from models.device import free_memory, pick_device
 from models.drafter import Drafter, NotServed
 from models.errors import EyasError
 from models.files import lock
@@ -74,7 +73,8 @@ def walk(cfg: Config) -> float | None:
         lock(run_dir, "training this run") if main else nullcontext(),
     ):
         inputs, fitted = together(cfg, accelerator, run_dir, watchdog)
-        release(accelerator)
+        accelerator.end_training()
+        free_memory()  # which the verifier wants
         # The others wait: a launcher takes a machine whose processes have ended out of the job, minutes later.
         with watchdog.paused("evaluating and exporting"), inputs.job.stage("end"):
             if main:
@@ -98,14 +98,6 @@ def together(cfg: Config, accelerator: Accelerator, run_dir: Path, watchdog: Wat
     with watchdog.paused("reading the conversations"):
         inputs = gather(cfg, accelerator, run_dir)
     return inputs, fit(cfg, accelerator, run_dir, inputs, watchdog)
-
-
-def release(accelerator: Accelerator) -> None:
-    """Give back what training held: no collective comes after it, and the verifier wants the memory."""
-    accelerator.end_training()
-    gc.collect()  # models refer to themselves
-    if accelerator.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def gather(cfg: Config, accelerator: Accelerator, run_dir: Path, tick: Tick = nothing) -> Inputs:
